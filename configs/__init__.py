@@ -1,0 +1,1 @@
+"""Experiment files: plain values in `ml_collections`, one file an experiment."""

@@ -1,0 +1,150 @@
+"""The values that experiments start from; each file changes what it is about.
+
+The sections and fields mirror `kimi_jax/config.py`, which says what each one means.
+"""
+
+from ml_collections import ConfigDict
+
+
+def base() -> ConfigDict:
+    """Every field: K3's switches on a model small enough for a laptop."""
+    return ConfigDict(
+        {
+            "name": "base",
+            "model": model(),
+            "data": {"path": "", "validation_fraction": 0.05, "seed": 0},
+            "optimizer": optimizer(),
+            "train": train(),
+            "sample": {"prompt": "KING", "num_tokens": 200, "temperature": 0.8},
+            "mesh": {"data": 1},
+        }
+    )
+
+
+def model() -> dict:
+    return {
+        "vocab_size": 272,  # 256 bytes and 16 special tokens
+        "width": 128,
+        "num_layers": 8,
+        "attention": ("kda*3", "mla"),
+        "norm_eps": 1e-5,
+        "init_std": 0.02,
+        "dtype": "float32",
+        "kda": {
+            "num_heads": 4,
+            "key_dim": 32,
+            "value_dim": 32,
+            "conv_width": 4,
+            "gate": "bounded",
+            "gate_lower_bound": -5.0,
+            "gate_granularity": "channel",
+            "gate_rank": 32,
+            "output_gate": "full",
+            "chunk_size": 64,
+            "implementation": None,
+        },
+        "mla": {
+            "num_heads": 4,
+            "q_rank": 48,
+            "kv_rank": 32,
+            "nope_dim": 32,
+            "pe_dim": 16,
+            "value_dim": 32,
+            "output_gate": True,
+            "positions": "none",
+            "rope_base": 10000.0,
+            "latent_norm_eps": 1e-6,
+            "block_size": 512,
+        },
+        "gqa": {
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 32,
+            "positions": "none",
+            "rope_base": 10000.0,
+            "block_size": 512,
+        },
+        "ffn": {
+            "num_dense_layers": 1,
+            "width": 512,
+            "activation": "situ",
+            "situ_beta": 4.0,
+            "situ_linear_beta": 25.0,
+        },
+        "moe": {
+            "num_experts": 16,
+            "num_active": 2,
+            "num_shared": 2,
+            "expert_width": 64,
+            "latent_width": 64,
+            "latent_norm": True,
+            "router_input": "full",
+            "routed_scaling": 1.0,
+            "balancing": balancing(),
+            "implementation": "blocked",
+        },
+        "residual": {"kind": "block_attention", "block_size": 2.0},
+    }
+
+
+def balancing() -> dict:
+    return {
+        "method": "quantile",
+        "bins": 1000,
+        "ema": 0.0,
+        "step": 1e-3,
+        "low": 0.25,
+        "high": 0.75,
+        "threshold_cap": 4,
+        "aux_weight": 1e-2,
+    }
+
+
+def optimizer() -> dict:
+    return {
+        "kind": "muon",
+        "muon_per_head": True,
+        "muon_momentum": 0.95,
+        "learning_rate": 2e-3,
+        "warmup_fraction": 0.01,
+        "final_fraction": 0.1,
+        "weight_decay": 0.1,
+        "clip_norm": 1.0,
+        "adam_b1": 0.9,
+        "adam_b2": 0.95,
+        "adam_eps": 1e-8,
+    }
+
+
+def train() -> dict:
+    return {
+        "steps": 1000,
+        "batch_size": 16,
+        "seq_len": 256,
+        "micro_batches": 1,
+        "seed": 0,
+        "remat": "none",
+        "loss_chunk": 4096,
+        "z_loss": 0.0,
+        "log_every": 10,
+        "eval_every": 100,
+        "eval_batches": 8,
+        "checkpoint_every": 100,
+        "checkpoint_keep": 2,
+    }
+
+
+def parse_arg(arg: str, **defaults: int) -> dict:
+    """The integers in `name=value,name=value`, on top of `defaults`.
+
+    `--config=configs/FILE.py:depth=8` passes "depth=8" to the file's get_config.
+    """
+    values = dict(defaults)
+    for item in filter(None, arg.split(",")):
+        name, _, text = item.partition("=")
+        if name not in defaults or not text.isdigit():
+            raise ValueError(
+                f"argument {item!r}: write {', '.join(f'{n}=NUMBER' for n in defaults)}"
+            )
+        values[name] = int(text)
+    return values

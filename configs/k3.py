@@ -1,0 +1,47 @@
+"""Kimi K3 as published: 93 layers, 896 experts, 2.78 T parameters, 104 B active.
+
+Question: does a change hold at the published shape?
+Command:  python -m experiments.doctor --config=configs/k3.py
+Cost:     the command allocates nothing and takes seconds; training needs a pod.
+Expect:   2,779.48 B text parameters, 104.19 B active.
+
+Every model field is the released one. The report does not publish the peak learning
+rate, the batch or the number of tokens: those below are placeholders of the usual size.
+"""
+
+from configs import common
+
+
+def get_config():
+    config = common.base()
+    config.name = "k3"
+    model = config.model
+    model.vocab_size = 163840
+    model.width = 7168
+    model.num_layers = 93
+    # Layers 4, 8, ..., 92 are MLA, and so is layer 93.
+    model.attention = ("kda*3", "mla") * 23 + ("mla",)
+    model.norm_eps = 1e-5
+    model.init_std = 0.02
+    model.dtype = "bfloat16"
+    model.kda.update(num_heads=96, key_dim=128, value_dim=128, gate_rank=128)
+    model.mla.update(
+        num_heads=96, q_rank=1536, kv_rank=512, nope_dim=128, pe_dim=64, value_dim=128
+    )
+    model.gqa.update(num_heads=96, num_kv_heads=8, head_dim=128)
+    model.ffn.width = 33792
+    model.moe.update(
+        num_experts=896,
+        num_active=16,
+        num_shared=2,
+        expert_width=3072,
+        latent_width=3584,
+    )
+    model.moe.balancing.threshold_cap = 32
+    model.residual.block_size = 12.0
+    config.optimizer.learning_rate = 2e-4
+    config.train.update(
+        steps=500_000, batch_size=2048, seq_len=8192, micro_batches=8, remat="nested"
+    )
+    config.mesh.data = -1
+    return config

@@ -1,0 +1,223 @@
+"""The schema of an experiment: every field, its type, and what it means.
+
+An experiment file (`configs/*.py`) returns an `ml_collections.ConfigDict` of plain
+values. `from_dict` turns it into the frozen dataclasses below, which the rest of the
+library takes. Nothing is defaulted here: values live in `configs/`, meaning lives
+here. All problems of a config are reported at once, before anything compiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+AttentionKind = Literal["kda", "mla", "gqa"]
+
+
+@dataclasses.dataclass(frozen=True)
+class KDA:
+    """Kimi Delta Attention (Kimi K3 report Sec. 2.1; Kimi Linear report Sec. 3)."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int | None  # taps of the causal short convolution; None: no convolution
+    gate: Literal["bounded", "softplus"]
+    gate_lower_bound: float  # nats a token; the bounded gate's floor, in [-5, 0)
+    gate_granularity: Literal[
+        "channel", "head"
+    ]  # one decay per key channel or per head
+    gate_rank: int
+    output_gate: Literal["full", "low_rank", "none"]
+    chunk_size: int
+    implementation: str | None  # None: the fastest that this device runs
+
+
+@dataclasses.dataclass(frozen=True)
+class MLA:
+    """Gated multi-head latent attention (Kimi K3 report Eq. 7)."""
+
+    num_heads: int
+    q_rank: int | None  # None: queries are projected directly
+    kv_rank: int
+    nope_dim: int  # per head, from the latent
+    pe_dim: int  # shared by the heads; rotated only with positions="rope"
+    value_dim: int
+    output_gate: bool
+    positions: Literal["none", "rope"]
+    rope_base: float
+    latent_norm_eps: float
+    block_size: int  # side of an attention tile
+
+
+@dataclasses.dataclass(frozen=True)
+class GQA:
+    """Plain grouped-query softmax attention, the baseline."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    positions: Literal["none", "rope"]
+    rope_base: float
+    block_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FFN:
+    """Dense feed-forward layers and the activation that all FFNs share."""
+
+    num_dense_layers: int  # the first layers, which have no experts
+    width: int
+    activation: Literal["situ", "swiglu"]
+    situ_beta: float
+    situ_linear_beta: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Balancing:
+    """How expert loads are kept even (Kimi K3 report Sec. 2.3, App. C and D)."""
+
+    method: Literal[
+        "quantile",
+        "quantile_exact",
+        "quantile_threshold",
+        "load_quantile",
+        "sign",
+        "aux_loss",
+        "none",
+    ]
+    bins: int  # quantile, quantile_threshold: histogram resolution
+    ema: float  # quantile: share of the old bias that is kept each step
+    step: float  # sign, load_quantile: bias increment
+    low: float  # load_quantile: experts under this quantile of loads are raised
+    high: float  # load_quantile: experts over this quantile of loads are lowered
+    threshold_cap: int  # quantile_threshold: most experts that a token may use
+    aux_weight: float  # aux_loss: weight in the training loss
+
+
+@dataclasses.dataclass(frozen=True)
+class MoE:
+    """Stable LatentMoE (Kimi K3 report Eq. 11)."""
+
+    num_experts: int
+    num_active: int
+    num_shared: int
+    expert_width: int
+    latent_width: int | None  # None: experts read the full width
+    latent_norm: bool
+    router_input: Literal["full", "latent"]
+    routed_scaling: float
+    balancing: Balancing
+    implementation: Literal["blocked", "dense"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """What a sublayer reads (Attention Residuals report; Kimi K3 report Eq. 8-10).
+
+    `block_size` is in layers; 0.5 makes every sublayer a source, which is full
+    Attention Residuals. With kind "none" it only groups layers for `train.remat`.
+    """
+
+    kind: Literal["block_attention", "additive", "none"]
+    block_size: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    vocab_size: int
+    width: int
+    num_layers: int
+    # Repeated down the depth: ("kda*3", "mla") is a 3:1 hybrid. A pattern as long as
+    # the model is an explicit list.
+    attention: tuple[str, ...]
+    norm_eps: float
+    init_std: float
+    # Of activations; parameters are float32. "float64" is for tests under x64.
+    dtype: Literal["float32", "bfloat16", "float64"]
+    kda: KDA
+    mla: MLA
+    gqa: GQA
+    ffn: FFN
+    moe: MoE
+    residual: Residual
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    path: str  # a .txt, .jsonl or directory; empty: the default corpus
+    validation_fraction: float
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    kind: Literal["muon", "adamw"]
+    muon_per_head: bool  # orthogonalise each head of q, k, v by itself
+    muon_momentum: float
+    learning_rate: float
+    warmup_fraction: float
+    final_fraction: float  # of the peak rate, at the last step
+    weight_decay: float
+    clip_norm: float
+    adam_b1: float
+    adam_b2: float
+    adam_eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    steps: int
+    batch_size: int  # sequences a step, over all devices and micro-batches
+    seq_len: int
+    micro_batches: int
+    seed: int
+    remat: Literal["none", "unit", "block", "nested"]
+    loss_chunk: int  # tokens whose logits exist at one time
+    z_loss: float
+    log_every: int
+    eval_every: int
+    eval_batches: int
+    checkpoint_every: int
+    checkpoint_keep: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """The text generated at the end of training."""
+
+    prompt: str
+    num_tokens: int
+    temperature: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    data: int  # devices over which the batch is split; -1: all
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    name: str
+    model: Model
+    data: Data
+    optimizer: Optimizer
+    train: Train
+    sample: Sample
+    mesh: Mesh
+
+
+def attention_kinds(model: Model) -> tuple[str, ...]:
+    """The attention kind of each layer: the pattern, expanded and repeated."""
+    pattern: list[str] = []
+    for item in model.attention:
+        kind, _, count = item.partition("*")
+        pattern += [kind.strip()] * (int(count) if count else 1)
+    repeats = -(-model.num_layers // len(pattern))
+    return tuple((pattern * repeats)[: model.num_layers])
+
+
+def ffn_kinds(model: Model) -> tuple[str, ...]:
+    """The FFN kind of each layer: "mlp" for the first ones, "moe" for the rest."""
+    dense = model.ffn.num_dense_layers
+    return ("mlp",) * dense + ("moe",) * (model.num_layers - dense)

@@ -1,0 +1,238 @@
+"""What must hold between the fields of a config, each rule with its fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kimi_jax.config import (
+    Balancing,
+    Config,
+    Model,
+    MoE,
+    Optimizer,
+    Train,
+    attention_kinds,
+)
+
+_ATTENTION = ("kda", "mla", "gqa")
+
+
+def check(config: Config) -> list[str]:
+    """Every broken rule, as a line that names the field and the fix."""
+    problems = list(_positive(config))
+    pattern = list(_pattern(config.model))
+    problems += pattern
+    kinds = _ATTENTION if pattern else attention_kinds(config.model)
+    problems += _model(config.model, kinds)
+    problems += _train(config.train)
+    problems += _optimizer(config.optimizer)
+    problems += _data(config)
+    return problems
+
+
+def _positive(config: Config) -> Iterator[str]:
+    """Sizes that must be at least one, wherever they are used."""
+    model, train = config.model, config.train
+    sizes = {
+        "model": (model, ("vocab_size", "width", "num_layers")),
+        "model.kda": (
+            model.kda,
+            ("num_heads", "key_dim", "value_dim", "conv_width", "gate_rank"),
+        ),
+        "model.mla": (
+            model.mla,
+            ("num_heads", "q_rank", "kv_rank", "nope_dim", "value_dim", "block_size"),
+        ),
+        "model.gqa": (
+            model.gqa,
+            ("num_heads", "num_kv_heads", "head_dim", "block_size"),
+        ),
+        "model.ffn": (model.ffn, ("width",)),
+        "model.moe": (
+            model.moe,
+            ("num_experts", "num_active", "expert_width", "latent_width"),
+        ),
+        "train": (
+            train,
+            (
+                "steps",
+                "batch_size",
+                "seq_len",
+                "micro_batches",
+                "loss_chunk",
+                "log_every",
+                "eval_every",
+                "eval_batches",
+                "checkpoint_every",
+                "checkpoint_keep",
+            ),
+        ),
+    }
+    for section, (values, names) in sizes.items():
+        for name in names:
+            size = getattr(values, name)
+            if size is not None and size < 1:
+                yield f"config.{section}.{name}={size}: must be at least 1"
+
+
+def _pattern(model: Model) -> Iterator[str]:
+    name = f"config.model.attention={model.attention}"
+    if not model.attention:
+        yield f"{name}: empty; name at least one of {list(_ATTENTION)}"
+        return
+    length = 0
+    for item in model.attention:
+        kind, star, count = item.partition("*")
+        if kind.strip() not in _ATTENTION:
+            yield f"{name}: {kind.strip()!r} is not one of {list(_ATTENTION)}"
+        if star and not (count.strip().isdigit() and int(count) > 0):
+            yield f"{name}: {item!r}; write a repeat as 'kda*3'"
+            return
+        length += int(count) if star else 1
+    if length > model.num_layers:
+        yield (
+            f"{name}: names {length} layers, but config.model.num_layers="
+            f"{model.num_layers}; shorten the pattern or add layers"
+        )
+    if not 0 <= model.ffn.num_dense_layers <= model.num_layers:
+        yield (
+            f"config.model.ffn.num_dense_layers={model.ffn.num_dense_layers}: "
+            f"must be between 0 and num_layers={model.num_layers}"
+        )
+
+
+def _model(model: Model, kinds: Sequence[str]) -> Iterator[str]:
+    if "kda" in kinds:
+        yield from _kda(model)
+    if "mla" in kinds:
+        mla = model.mla
+        if mla.pe_dim < 0:
+            yield f"config.model.mla.pe_dim={mla.pe_dim}: must not be negative"
+        if mla.positions == "rope" and (mla.pe_dim < 2 or mla.pe_dim % 2):
+            yield (
+                f"config.model.mla.pe_dim={mla.pe_dim}: rotary positions need an "
+                "even number of at least 2"
+            )
+    if "gqa" in kinds:
+        gqa = model.gqa
+        if gqa.num_heads % gqa.num_kv_heads:
+            yield (
+                f"config.model.gqa.num_heads={gqa.num_heads}: not divisible by "
+                f"num_kv_heads={gqa.num_kv_heads}; try num_kv_heads=1"
+            )
+        if gqa.positions == "rope" and gqa.head_dim % 2:
+            yield f"config.model.gqa.head_dim={gqa.head_dim}: rotary needs an even size"
+    if model.ffn.num_dense_layers < model.num_layers:
+        yield from _moe(model.moe)
+    yield from _residual(model)
+
+
+def _kda(model: Model) -> Iterator[str]:
+    kda = model.kda
+    if not -5.0 <= kda.gate_lower_bound < 0.0:
+        yield (
+            f"config.model.kda.gate_lower_bound={kda.gate_lower_bound}: must be in "
+            "[-5, 0); below -5 a 16-token tile leaves the range of float32"
+        )
+    if kda.chunk_size not in (16, 32, 64, 128):
+        yield (
+            f"config.model.kda.chunk_size={kda.chunk_size}: allowed are 16, 32, 64, 128"
+        )
+
+
+def _moe(moe: MoE) -> Iterator[str]:
+    if moe.num_active > moe.num_experts:
+        yield (
+            f"config.model.moe.num_active={moe.num_active}: more than num_experts="
+            f"{moe.num_experts}"
+        )
+    if moe.num_shared < 0:
+        yield f"config.model.moe.num_shared={moe.num_shared}: must not be negative"
+    if moe.router_input == "latent" and moe.latent_width is None:
+        yield (
+            "config.model.moe.router_input='latent': needs latent_width; set it or "
+            "use router_input='full'"
+        )
+    if moe.latent_norm and moe.latent_width is None:
+        yield (
+            "config.model.moe.latent_norm=True: needs latent_width; set it or use "
+            "latent_norm=False"
+        )
+    yield from _balancing(moe.balancing, moe)
+
+
+def _balancing(balancing: Balancing, moe: MoE) -> Iterator[str]:
+    where = "config.model.moe.balancing"
+    if balancing.bins < 2:
+        yield f"{where}.bins={balancing.bins}: must be at least 2"
+    if not 0.0 <= balancing.ema < 1.0:
+        yield f"{where}.ema={balancing.ema}: must be in [0, 1); 0 keeps no history"
+    if not 0.0 <= balancing.low <= balancing.high <= 1.0:
+        yield (
+            f"{where}.low={balancing.low}, high={balancing.high}: must be quantiles "
+            "with 0 <= low <= high <= 1"
+        )
+    if balancing.step <= 0.0:
+        yield f"{where}.step={balancing.step}: must be positive"
+    if balancing.aux_weight < 0.0:
+        yield f"{where}.aux_weight={balancing.aux_weight}: must not be negative"
+    fits = moe.num_active <= balancing.threshold_cap <= moe.num_experts
+    if balancing.method == "quantile_threshold" and not fits:
+        yield (
+            f"{where}.threshold_cap={balancing.threshold_cap}: must be between "
+            f"num_active={moe.num_active} and num_experts={moe.num_experts}"
+        )
+
+
+def _residual(model: Model) -> Iterator[str]:
+    size = model.residual.block_size
+    if size != 0.5 and (size < 1 or size != int(size)):
+        yield (
+            f"config.model.residual.block_size={size}: a whole number of layers, or "
+            "0.5 for one sublayer"
+        )
+
+
+def _train(train: Train) -> Iterator[str]:
+    if train.micro_batches >= 1 and train.batch_size % train.micro_batches:
+        legal = [n for n in range(1, train.batch_size + 1) if train.batch_size % n == 0]
+        near = sorted(legal, key=lambda n: abs(n - train.micro_batches))[:2]
+        yield (
+            f"config.train.batch_size={train.batch_size}: not divisible by "
+            f"micro_batches={train.micro_batches}; try micro_batches={near[0]}"
+        )
+    if train.z_loss < 0.0:
+        yield f"config.train.z_loss={train.z_loss}: must not be negative"
+
+
+def _optimizer(optimizer: Optimizer) -> Iterator[str]:
+    where = "config.optimizer"
+    if optimizer.learning_rate <= 0.0:
+        yield f"{where}.learning_rate={optimizer.learning_rate}: must be positive"
+    if optimizer.clip_norm <= 0.0:
+        yield f"{where}.clip_norm={optimizer.clip_norm}: must be positive"
+    if optimizer.weight_decay < 0.0:
+        yield f"{where}.weight_decay={optimizer.weight_decay}: must not be negative"
+    for name in ("warmup_fraction", "final_fraction"):
+        if not 0.0 <= getattr(optimizer, name) <= 1.0:
+            yield f"{where}.{name}={getattr(optimizer, name)}: must be in [0, 1]"
+    for name in ("muon_momentum", "adam_b1", "adam_b2"):
+        if not 0.0 <= getattr(optimizer, name) < 1.0:
+            yield f"{where}.{name}={getattr(optimizer, name)}: must be in [0, 1)"
+
+
+def _data(config: Config) -> Iterator[str]:
+    fraction = config.data.validation_fraction
+    if not 0.0 < fraction < 1.0:
+        yield f"config.data.validation_fraction={fraction}: must be between 0 and 1"
+    devices = config.mesh.data
+    if devices != -1 and devices < 1:
+        yield f"config.mesh.data={devices}: a number of devices, or -1 for all"
+    rows = config.train.batch_size // max(1, config.train.micro_batches)
+    if devices > 0 and rows % devices:
+        yield (
+            f"config.mesh.data={devices}: does not divide the {rows} rows of a "
+            "micro-batch (train.batch_size / train.micro_batches)"
+        )
+    if config.sample.temperature < 0.0:
+        yield f"config.sample.temperature={config.sample.temperature}: must be >= 0"

@@ -1,0 +1,45 @@
+"""A model with every mechanism of K3 that compiles in seconds, for tests."""
+
+from configs import common
+from kimi_jax import config_io
+from kimi_jax.config import Config
+
+
+def values():
+    """Plain values: 6 layers, 2 experts of 4, residual blocks of 2 layers."""
+    config = common.base()
+    config.name = "tiny"
+    model = config.model
+    model.update(vocab_size=272, width=16, num_layers=6, init_std=0.2)
+    model.attention = ("kda", "kda", "mla")
+    model.kda.update(num_heads=2, key_dim=8, value_dim=8, gate_rank=4, chunk_size=16)
+    model.mla.update(
+        num_heads=2,
+        q_rank=8,
+        kv_rank=8,
+        nope_dim=8,
+        pe_dim=4,
+        value_dim=8,
+        block_size=16,
+    )
+    model.gqa.update(num_heads=4, num_kv_heads=2, head_dim=8, block_size=16)
+    model.ffn.width = 32
+    model.moe.update(num_experts=4, expert_width=8, latent_width=8, num_shared=1)
+    model.moe.balancing.update(bins=100, threshold_cap=3)
+    model.residual.block_size = 2.0
+    config.train.update(
+        steps=4,
+        batch_size=4,
+        seq_len=32,
+        log_every=1,
+        eval_every=2,
+        eval_batches=1,
+        checkpoint_every=2,
+        loss_chunk=64,
+    )
+    config.sample.update(num_tokens=4, prompt="A")
+    return config
+
+
+def make(*overrides: str) -> Config:
+    return config_io.from_dict(values(), overrides)
