@@ -25,7 +25,7 @@ def model() -> dict:
     return {
         "vocab_size": 272,  # 256 bytes and 16 special tokens
         "width": 128,
-        "num_layers": 8,
+        "num_layers": 4,
         "attention": ("kda*3", "mla"),
         "norm_eps": 1e-5,
         "init_std": 0.02,
@@ -40,7 +40,7 @@ def model() -> dict:
             "gate_granularity": "channel",
             "gate_rank": 32,
             "output_gate": "full",
-            "chunk_size": 64,
+            "chunk_size": 16,  # compiles and runs fastest on a CPU
             "implementation": None,
         },
         "mla": {
@@ -54,7 +54,7 @@ def model() -> dict:
             "positions": "none",
             "rope_base": 10000.0,
             "latent_norm_eps": 1e-6,
-            "block_size": 512,
+            "block_size": 64,
         },
         "gqa": {
             "num_heads": 4,
@@ -83,7 +83,7 @@ def model() -> dict:
             "balancing": balancing(),
             "implementation": "blocked",
         },
-        "residual": {"kind": "block_attention", "block_size": 2.0},
+        "residual": {"kind": "block_attention", "block_size": 1.0},
     }
 
 

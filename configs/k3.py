@@ -24,7 +24,9 @@ def get_config():
     model.norm_eps = 1e-5
     model.init_std = 0.02
     model.dtype = "bfloat16"
-    model.kda.update(num_heads=96, key_dim=128, value_dim=128, gate_rank=128)
+    model.kda.update(
+        num_heads=96, key_dim=128, value_dim=128, gate_rank=128, chunk_size=64
+    )
     model.mla.update(
         num_heads=96, q_rank=1536, kv_rank=512, nope_dim=128, pe_dim=64, value_dim=128
     )

@@ -35,7 +35,9 @@ def get_config(arg: str = "depth=12"):
     pattern = ("kda", "kda", "kda", "mla") * depth
     model.attention = (*pattern[: depth - 1], "mla")  # the last layer is MLA, as in K3
     heads = scaled(96)
-    model.kda.update(num_heads=heads, key_dim=128, value_dim=128, gate_rank=128)
+    model.kda.update(
+        num_heads=heads, key_dim=128, value_dim=128, gate_rank=128, chunk_size=64
+    )
     model.mla.update(
         num_heads=heads,
         q_rank=scaled(1536, 32),

@@ -27,6 +27,7 @@ def get_config():
         value_dim=128,
         gate="softplus",
         gate_rank=128,
+        chunk_size=64,
         output_gate="low_rank",
     )
     model.mla.update(

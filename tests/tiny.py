@@ -1,12 +1,19 @@
 """A model with every mechanism of K3 that compiles in seconds, for tests."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from configs import common
-from kimi_jax import config_io
-from kimi_jax.config import Config
+from kimi_jax import canonical, config_io
+from kimi_jax.config import Config, Model
+from kimi_jax.modules import transformer
 
 
 def values():
-    """Plain values: 6 layers, 2 experts of 4, residual blocks of 2 layers."""
+    """Plain values: 6 layers, 2 experts of 4, 2 residual blocks."""
     config = common.base()
     config.name = "tiny"
     model = config.model
@@ -26,7 +33,7 @@ def values():
     model.ffn.width = 32
     model.moe.update(num_experts=4, expert_width=8, latent_width=8, num_shared=1)
     model.moe.balancing.update(bins=100, threshold_cap=3)
-    model.residual.block_size = 2.0
+    model.residual.block_size = 3.0
     config.train.update(
         steps=4,
         batch_size=4,
@@ -43,3 +50,21 @@ def values():
 
 def make(*overrides: str) -> Config:
     return config_io.from_dict(values(), overrides)
+
+
+@functools.cache
+def variables(model: Model, seed: int = 0) -> dict:
+    """Random {"params", "balance"}, none of them at a special value.
+
+    numpy draws them: compiling the model's own draw would take longer than most tests.
+    """
+    shapes = jax.eval_shape(lambda: transformer.init(model, jax.random.key(0)))
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        name = canonical.path_name(path).rsplit("/", 1)[-1]
+        centre = 1.0 if "norm" in name or name == "gain" else 0.0
+        value = centre + 0.2 * rng.normal(size=leaf.shape)
+        return jnp.asarray(value, jnp.promote_types(model.dtype, jnp.float32))
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)

@@ -1,0 +1,1 @@
+"""Commands. Each is `python -m experiments.X --config=configs/FILE.py[:arg] ...`."""

@@ -1,0 +1,106 @@
+"""What every command shares: `--config`, overrides, and errors without tracebacks.
+
+`--config=configs/FILE.py[:arg]` loads a file; `--config.a.b=c` sets a field. The
+overrides are read by the types of `kimi_jax.config`, not by those that the values in
+the file happen to have, so a field whose value is None can be set, and every mistake is
+reported together with its fix.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import app, flags, logging
+
+from kimi_jax import config_io
+from kimi_jax.config import Config
+from kimi_jax.errors import UserError
+
+
+def run(
+    main: Callable[[list[str]], int | None],
+    *,
+    config: bool = False,
+    workdir: bool = False,
+) -> None:
+    """Parse the command line and call `main` with the overrides; exits with its code.
+
+    Args:
+      config: the command takes --config.
+      workdir: the command takes --workdir.
+    """
+    if config:
+        flags.DEFINE_string(
+            "config", None, "experiment file, configs/FILE.py or configs/FILE.py:arg"
+        )
+        flags.mark_flag_as_required("config")
+    if workdir:
+        flags.DEFINE_string("workdir", None, "folder of the run")
+        flags.mark_flag_as_required("workdir")
+    argv, overrides = split_overrides(sys.argv)
+    # Libraries log every checkpoint and device; a run prints its own lines.
+    logging.set_verbosity(logging.WARNING)
+
+    def guarded(_: Sequence[str]) -> int:
+        try:
+            return main(overrides) or 0
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return getattr(error, "exit_code", 1)
+        except OSError as error:
+            if error.filename is None:
+                raise
+            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+            return 1
+
+    app.run(guarded, argv=argv)
+
+
+def load_config(overrides: Sequence[str]) -> Config:
+    """The checked config that `--config` and the overrides describe."""
+    path, _, argument = flags.FLAGS.config.partition(":")
+    file = pathlib.Path(path)
+    if not file.is_file():
+        near = ", ".join(sorted(str(p) for p in pathlib.Path("configs").glob("*.py")))
+        raise UserError(f"--config={path}: no such file; there are {near}")
+    spec = importlib.util.spec_from_file_location("experiment_config", file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"--config={path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise UserError(f"--config={path}: defines no get_config()")
+    try:
+        values = module.get_config(argument) if argument else module.get_config()
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise UserError(f"--config={flags.FLAGS.config}: {error}") from error
+    return config_io.from_dict(values, overrides)
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(arguments for absl, overrides as "a.b=c").
+
+    A value may be attached or be the next argument; a flag with neither means true, and
+    `--noconfig.a.b` means false.
+    """
+    rest, overrides = [], []
+    items = list(argv)
+    while items:
+        item = items.pop(0)
+        name = item.removeprefix("-").removeprefix("-")
+        if not item.startswith("-") or not name.startswith(("config.", "noconfig.")):
+            rest.append(item)
+            continue
+        field = name.partition("config.")[2]
+        if name.startswith("noconfig."):
+            overrides.append(f"{field}=false")
+        elif "=" in field:
+            overrides.append(field)
+        elif items and not items[0].startswith("--"):
+            overrides.append(f"{field}={items.pop(0)}")
+        else:
+            overrides.append(f"{field}=true")
+    return rest, overrides

@@ -1,0 +1,45 @@
+"""Look at an experiment before running it: python -m experiments.doctor --config=...
+
+Checks the config, prints the parameters by part and how the layers fold into scans.
+Allocates nothing, so it answers for K3 on a laptop.
+"""
+
+from rich.console import Console
+
+from experiments import cli
+from kimi_jax import accounting, layout
+from kimi_jax.config import Model
+from kimi_jax.monitor.console import print_first_screen
+from kimi_jax.train.first_screen import layer_row, parameter_rows
+
+
+def main(overrides: list[str]) -> None:
+    config = cli.load_config(overrides)
+    console, model = Console(), config.model
+    print_first_screen(
+        console,
+        [
+            (f"{config.name}: parameters", parameter_rows(model)),
+            (f"{layer_row(model)}; scanned as", scan_rows(model)),
+        ],
+    )
+    parts = accounting.parameter_parts(model)
+    total = sum(part.total for part in parts)
+    active = sum(part.active for part in parts)
+    console.print(f"{total / 1e9:,.2f} B parameters, {active / 1e9:,.2f} B active")
+
+
+def scan_rows(model: Model) -> list[tuple[str, str]]:
+    """One row a stage: how often it repeats, and what is in it."""
+    rows = []
+    for s, stage in enumerate(layout.plan(model)):
+        blocks = [
+            " ".join(f"{run.repeats}x[{' '.join(run.unit)}]" for run in block)
+            for block in stage.blocks
+        ]
+        rows.append((f"{stage.repeats} x stage {s}", " | ".join(blocks)))
+    return rows
+
+
+if __name__ == "__main__":
+    cli.run(main, config=True)

@@ -1,0 +1,97 @@
+"""Names for parameters that do not depend on how layers were folded into scans.
+
+The stacked tree of a scanned model is an implementation detail: it changes with the
+layer pattern, the residual block size and this library. Checkpoints, reports and tests
+use canonical names instead, one array a layer:
+
+    stage_1/block_0_run_0/sublayer_6/mla/q_b [6, 3, ...]   stacked
+    layer_015/attention/mla/q_b [...]                      canonical
+
+`flatten` works on any tree that contains such paths, an optimizer state included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kimi_jax import layout
+from kimi_jax.config import Model
+
+
+def flatten(model: Model, tree: Any) -> dict[str, Any]:
+    """{canonical name: array} of every leaf of `tree`, in depth order."""
+    places: dict[str, list[layout.Place]] = {}
+    for place in layout.places(layout.plan(model)):
+        places.setdefault(place.path, []).append(place)
+    flat: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = path_name(path)
+        head, stacked, tail = _split(name)
+        if stacked is None:
+            flat[name] = leaf
+            continue
+        for place in places[stacked]:
+            flat[f"{head}{place.name}{tail}"] = leaf[place.at]
+    return dict(sorted(flat.items()))
+
+
+def unflatten(model: Model, flat: Mapping[str, Any], template: Any) -> Any:
+    """Tree of `template`'s structure with the arrays of `flat`; inverse of `flatten`.
+
+    Raises:
+      ValueError: names that are missing or left over, or shapes that differ.
+    """
+    places: dict[str, list[layout.Place]] = {}
+    for place in layout.places(layout.plan(model)):
+        places.setdefault(place.path, []).append(place)
+    used: set[str] = set()
+    problems: list[str] = []
+
+    def fetch(name: str, shape: tuple[int, ...]) -> Any:
+        used.add(name)
+        if name not in flat:
+            problems.append(f"{name}: missing")
+            return None
+        if tuple(flat[name].shape) != shape:
+            problems.append(f"{name}: shape {flat[name].shape}, expected {shape}")
+        return flat[name]
+
+    def restore(path: Any, leaf: Any) -> Any:
+        name = path_name(path)
+        head, stacked, tail = _split(name)
+        if stacked is None:
+            return fetch(name, tuple(leaf.shape))
+        here = places[stacked]
+        inner = tuple(leaf.shape)[len(here[0].at) :]
+        cells = [fetch(f"{head}{place.name}{tail}", inner) for place in here]
+        return None if problems else jnp.stack(cells).reshape(leaf.shape)
+
+    tree = jax.tree_util.tree_map_with_path(restore, template)
+    problems += [f"{name}: not in the model" for name in flat if name not in used]
+    if problems:
+        shown = problems[:20] + [f"... and {len(problems) - 20} more"] * (
+            len(problems) > 20
+        )
+        raise ValueError("parameters do not match the model:\n  " + "\n  ".join(shown))
+    return tree
+
+
+def path_name(path: Any) -> str:
+    """ "a/b/c" of a key path, whatever kinds of keys it has."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _split(name: str) -> tuple[str, str | None, str]:
+    """(before, stacked path, after) around the scanned part of `name`, if any."""
+    keys = name.split("/")
+    for i, key in enumerate(keys):
+        if key.startswith("stage_"):
+            depth = 2 if keys[i + 1].endswith("_start") else 3
+            head = "".join(k + "/" for k in keys[:i])
+            tail = "".join("/" + k for k in keys[i + depth :])
+            return head, "/".join(keys[i : i + depth]), tail
+    return name, None, ""

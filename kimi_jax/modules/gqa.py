@@ -1,0 +1,51 @@
+"""Grouped-query softmax attention: the plain baseline for the hybrid's layers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from kimi_jax import config
+from kimi_jax.modules import parameters
+from kimi_jax.ops.attention import attention
+from kimi_jax.ops.rotary import positions_in_segments, rotate
+
+
+class GroupedQueryAttention(nn.Module):
+    """x_BTD -> y_BTD. `num_heads` queries share `num_kv_heads` keys and values."""
+
+    model: config.Model
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
+        cfg, model = self.model.gqa, self.model
+        D, H, G, K = model.width, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+
+        def project(name: str, heads: int) -> jax.Array:
+            w_DHK = parameters.matrix(
+                self, name, (D, heads, K), model.init_std, model.dtype
+            )
+            return jnp.einsum("btd,dhk->bthk", x_BTD, w_DHK)
+
+        q_BTHK, k_BTGK, v_BTGK = project("q", H), project("k", G), project("v", G)
+        if cfg.positions == "rope":
+            B, T, _ = x_BTD.shape
+            ids_BT = (
+                jnp.ones((B, T), jnp.int32)
+                if segment_ids_BT is None
+                else segment_ids_BT
+            )
+            positions_BT = positions_in_segments(ids_BT)
+            q_BTHK = rotate(q_BTHK, positions_BT, cfg.rope_base)
+            k_BTGK = rotate(k_BTGK, positions_BT, cfg.rope_base)
+        o_BTHK = attention(
+            q_BTHK,
+            k_BTGK,
+            v_BTGK,
+            scale=K**-0.5,
+            segment_ids_BT=segment_ids_BT,
+            block_size=cfg.block_size,
+        )
+        o_HKD = parameters.matrix(self, "o", (H, K, D), model.init_std, model.dtype)
+        return jnp.einsum("bthk,hkd->btd", o_BTHK.astype(x_BTD.dtype), o_HKD)

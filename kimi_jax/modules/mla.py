@@ -1,0 +1,80 @@
+"""Gated multi-head latent attention, without positions by default (K3 report Eq. 7)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from kimi_jax import config
+from kimi_jax.modules import parameters
+from kimi_jax.ops.attention import attention
+from kimi_jax.ops.norms import rms_norm
+from kimi_jax.ops.rotary import positions_in_segments, rotate
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """x_BTD -> y_BTD. Keys and values come from one latent of `kv_rank` values a token.
+
+    `pe_dim` further key channels are shared by all heads. They are rotated only with
+    `positions="rope"`; the released models leave them unrotated.
+    """
+
+    model: config.Model
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
+        cfg, D = self.model.mla, self.model.width
+        H, V, nope, pe = cfg.num_heads, cfg.value_dim, cfg.nope_dim, cfg.pe_dim
+        q_BTHK = self._queries(x_BTD)
+        c_BTR = x_BTD @ self._matrix("kv_a", (D, cfg.kv_rank + pe))
+        latent_BTR, k_pe_BTR = jnp.split(c_BTR, [cfg.kv_rank], axis=-1)
+        kv_norm = parameters.gain(self, "kv_a_norm", cfg.kv_rank)
+        latent_BTR = rms_norm(latent_BTR, kv_norm, cfg.latent_norm_eps)
+        kv_RHK = self._matrix("kv_b", (cfg.kv_rank, H, nope + V))
+        kv_BTHK = jnp.einsum("btr,rhk->bthk", latent_BTR, kv_RHK)
+        k_nope_BTHK, v_BTHV = jnp.split(kv_BTHK, [nope], axis=-1)
+        q_nope_BTHK, q_pe_BTHK = jnp.split(q_BTHK, [nope], axis=-1)
+        k_pe_BTGK = k_pe_BTR[:, :, None]
+        if cfg.positions == "rope":
+            B, T, _ = x_BTD.shape
+            ids_BT = (
+                jnp.ones((B, T), jnp.int32)
+                if segment_ids_BT is None
+                else segment_ids_BT
+            )
+            positions_BT = positions_in_segments(ids_BT)
+            q_pe_BTHK = rotate(q_pe_BTHK, positions_BT, cfg.rope_base)
+            k_pe_BTGK = rotate(k_pe_BTGK, positions_BT, cfg.rope_base)
+        k_pe_BTHK = jnp.broadcast_to(k_pe_BTGK, (*k_nope_BTHK.shape[:-1], pe))
+        o_BTHV = attention(
+            jnp.concatenate([q_nope_BTHK, q_pe_BTHK], axis=-1),
+            jnp.concatenate([k_nope_BTHK, k_pe_BTHK], axis=-1),
+            v_BTHV,
+            scale=(nope + pe) ** -0.5,
+            segment_ids_BT=segment_ids_BT,
+            block_size=cfg.block_size,
+        )
+        if cfg.output_gate:
+            gate_BTHV = jnp.einsum("btd,dhv->bthv", x_BTD, self._matrix("g", (D, H, V)))
+            o_BTHV = o_BTHV * nn.sigmoid(gate_BTHV.astype(o_BTHV.dtype))
+        o_HVD = self._matrix("o", (H, V, D))
+        return jnp.einsum("bthv,hvd->btd", o_BTHV.astype(x_BTD.dtype), o_HVD)
+
+    def _matrix(self, name: str, shape: tuple[int, ...]) -> jax.Array:
+        return parameters.matrix(
+            self, name, shape, self.model.init_std, self.model.dtype
+        )
+
+    def _queries(self, x_BTD: jax.Array) -> jax.Array:
+        cfg = self.model.mla
+        heads = (cfg.num_heads, cfg.nope_dim + cfg.pe_dim)
+        if cfg.q_rank is None:
+            q_DHK = self._matrix("q", (self.model.width, *heads))
+            return jnp.einsum("btd,dhk->bthk", x_BTD, q_DHK)
+        q_BTR = x_BTD @ self._matrix("q_a", (self.model.width, cfg.q_rank))
+        norm = parameters.gain(self, "q_a_norm", cfg.q_rank)
+        q_BTR = rms_norm(q_BTR, norm, cfg.latent_norm_eps)
+        return jnp.einsum(
+            "btr,rhk->bthk", q_BTR, self._matrix("q_b", (cfg.q_rank, *heads))
+        )

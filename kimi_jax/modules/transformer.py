@@ -1,0 +1,226 @@
+"""The language model: embedding, sublayers in nested scans, output.
+
+The modules of this folder own the parameters of one sublayer each; the depth is two
+plain `lax.scan`s over stacked parameters (see `kimi_jax.layout`): over residual blocks
+outside, over repeated units of layers inside. The inner scan closes over the bank of
+finished blocks, so its carry is one activation.
+
+`variables` holds "params", which are trained, and "balance", the routers' state.
+`remat` says what the backward pass computes again:
+
+    none     nothing
+    unit     each unit of layers, from its input
+    block    each residual block, from its input
+    nested   both: one more forward pass, least memory
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from kimi_jax import layout
+from kimi_jax.config import Model
+from kimi_jax.modules import parameters
+from kimi_jax.modules.sublayer import (
+    BlockStart,
+    ReadResidual,
+    Stream,
+    Sublayer,
+    start_stream,
+)
+from kimi_jax.ops.norms import rms_norm
+
+Variables = dict[str, Any]
+
+
+class Forward(NamedTuple):
+    """What the model returns.
+
+    It stops before the logits, which are too large to exist whole at long T: the loss
+    takes the final hidden states and the output matrix, and `logits` multiplies them
+    for the few positions where logits are wanted.
+    """
+
+    h_BTD: jax.Array
+    unembed_DW: jax.Array
+    stats: dict[str, Any]  # monitoring values, stacked as the parameters are
+
+
+class Embedding(nn.Module):
+    """tokens_BT -> x_BTD."""
+
+    model: Model
+
+    @nn.compact
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        shape = (self.model.vocab_size, self.model.width)
+        std, dtype = self.model.init_std, self.model.dtype
+        return parameters.matrix(self, "embed", shape, std, dtype)[tokens_BT]
+
+
+class Output(nn.Module):
+    """Stream -> (h_BTD, unembed_DW): the last mixture over depth, and a norm."""
+
+    model: Model
+
+    @nn.compact
+    def __call__(
+        self, stream: Stream, segment_ids_BT: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        model = self.model
+        h_BTD = ReadResidual(model, name="residual")(stream, segment_ids_BT)
+        gain_D = parameters.gain(self, "norm", model.width)
+        shape = (model.width, model.vocab_size)
+        unembed_DW = parameters.matrix(
+            self, "unembed", shape, model.init_std, model.dtype
+        )
+        return rms_norm(h_BTD, gain_D, model.norm_eps), unembed_DW
+
+
+def init(model: Model, key: jax.Array) -> Variables:
+    """Fresh variables. Call it under `jax.jit`, which drops the layers' own work.
+
+    Every sublayer draws from a key of its own, so first values do not depend on how
+    layers fold into scans.
+    """
+    stream = start_stream(model, 1, jnp.zeros((1, 1, model.width), model.dtype))
+    first = {
+        "embedding": (Embedding(model), jnp.zeros((1, 1), jnp.int32)),
+        "output": (Output(model), stream, None),
+    }
+    variables: Variables = {"params": {}, "balance": {}}
+    for number, (name, (module, *inputs)) in enumerate(first.items(), start=1):
+        # Keys of layers count up from zero, those of the ends down from 2^32.
+        drawn = _init(module, jax.random.fold_in(key, 2**32 - number), *inputs)
+        _store(variables, name, drawn)
+    groups: dict[str, list[tuple[int, layout.Place]]] = {}
+    for number, place in enumerate(layout.places(layout.plan(model))):
+        groups.setdefault(place.kind, []).append((number, place))
+    for kind, members in groups.items():
+        inputs = (stream,) if kind == "start" else (stream, None)
+        module = BlockStart(model) if kind == "start" else Sublayer(model, kind)
+        keys = jnp.stack([jax.random.fold_in(key, number) for number, _ in members])
+        drawn = jax.vmap(lambda k, m=module, i=inputs: _init(m, k, *i))(keys)
+        _scatter(variables, drawn, [place for _, place in members])
+    return {name: tree for name, tree in variables.items() if tree}
+
+
+def apply(
+    model: Model,
+    variables: Variables,
+    tokens_BT: jax.Array,
+    segment_ids_BT: jax.Array | None = None,
+    *,
+    remat: str = "none",
+) -> Forward:
+    """The forward pass.
+
+    Args:
+      variables: from `init`; only "params" is differentiated.
+      tokens_BT: int ids.
+      segment_ids_BT: int32, 0 = padding, positive = document; None: no padding, one
+        document a row.
+      remat: see the top of this file.
+    """
+    stats: dict[str, Any] = {}
+    x_BTD, _ = _call(Embedding(model), _sub(variables, "embedding"), tokens_BT)
+    stream = start_stream(model, layout.num_blocks(model), x_BTD)
+    for s, stage in enumerate(layout.plan(model)):
+        name = layout.stage_name(s)
+
+        def body(stream: Stream, own: Variables, stage=stage) -> tuple[Stream, Any]:
+            return _blocks(model, stage.blocks, own, stream, segment_ids_BT, remat)
+
+        if remat in ("block", "nested"):
+            # In a scan no two iterations share anything, so CSE needs no barrier.
+            body = jax.checkpoint(body, prevent_cse=False)
+        stream, stats[name] = jax.lax.scan(body, stream, _sub(variables, name))
+    (h_BTD, unembed_DW), stats["output"] = _call(
+        Output(model), _sub(variables, "output"), stream, segment_ids_BT
+    )
+    return Forward(h_BTD, unembed_DW, stats)
+
+
+def _blocks(
+    model: Model,
+    blocks: tuple[layout.Block, ...],
+    variables: Variables,
+    stream: Stream,
+    segment_ids_BT: jax.Array | None,
+    remat: str,
+) -> tuple[Stream, Any]:
+    """A few residual blocks one after the other: the body of the outer scan."""
+    stats: dict[str, Any] = {}
+    for b, block in enumerate(blocks):
+        own = _sub(variables, layout.start_name(b))
+        stream, _ = _call(BlockStart(model), own, stream)
+        for r, run in enumerate(block):
+            name = layout.run_name(b, r)
+            bank = stream.bank
+
+            def unit(running: Any, own: Variables, bank=bank, run=run) -> Any:
+                stream, stats = Stream(*running, bank, None), {}
+                for position, kind in enumerate(run.unit):
+                    name = layout.sublayer_name(position)
+                    stream, stats[name] = _call(
+                        Sublayer(model, kind), _sub(own, name), stream, segment_ids_BT
+                    )
+                return (stream.partial_BTD, stream.has_partial), stats
+
+            if remat in ("unit", "nested"):
+                unit = jax.checkpoint(unit, prevent_cse=False)
+            running = (stream.partial_BTD, stream.has_partial)
+            running, stats[name] = jax.lax.scan(unit, running, _sub(variables, name))
+            stream = stream._replace(partial_BTD=running[0], has_partial=running[1])
+    return stream, stats
+
+
+def logits(h_ND: jax.Array, unembed_DW: jax.Array) -> jax.Array:
+    """Next-token logits in float32 (float64 under x64)."""
+    precise = jnp.promote_types(h_ND.dtype, jnp.float32)
+    return jnp.matmul(h_ND, unembed_DW, preferred_element_type=precise)
+
+
+def _call(module: nn.Module, variables: Variables, *inputs: Any) -> tuple[Any, Any]:
+    """(result, what was sown) of a module."""
+    result, sown = module.apply(variables, *inputs, mutable=["stats"])
+    return result, sown.get("stats", {})
+
+
+def _init(module: nn.Module, key: jax.Array, *inputs: Any) -> Variables:
+    return dict(module.init(key, *inputs, mutable=["params", "balance"]))
+
+
+def _sub(variables: Variables, name: str) -> Variables:
+    """The variables of the child `name`, in every collection that has some."""
+    return {c: tree[name] for c, tree in variables.items() if name in tree}
+
+
+def _store(variables: Variables, path: str, drawn: Variables) -> None:
+    *parents, last = path.split("/")
+    for collection, tree in drawn.items():
+        node = variables[collection]
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = tree
+
+
+def _scatter(
+    variables: Variables, drawn: Variables, places: list[layout.Place]
+) -> None:
+    """Put row i of `drawn` where `places[i]` says, stacked as the scans want it."""
+    rows: dict[str, list[int]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for row, place in enumerate(places):
+        rows.setdefault(place.path, []).append(row)
+        shapes[place.path] = tuple(i + 1 for i in place.at)
+    for path, chosen in rows.items():
+
+        def stack(x: jax.Array, path=path, chosen=chosen) -> jax.Array:
+            return x[jnp.array(chosen)].reshape(*shapes[path], *x.shape[1:])
+
+        _store(variables, path, jax.tree.map(stack, drawn))

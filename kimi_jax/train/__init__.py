@@ -1,0 +1,1 @@
+"""Training: optimizer, one step, checkpoints, metrics, and the loop that ties them."""

@@ -1,0 +1,75 @@
+"""The tables that a run prints before its first step."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from kimi_jax import accounting, config, layout
+from kimi_jax.monitor import metrics
+from kimi_jax.monitor.console import print_first_screen
+from pallas_kernels.kda import choose_implementation
+
+
+def show(
+    console: Console,
+    cfg: config.Config,
+    mesh: jax.sharding.Mesh,
+    data: Mapping[str, Any],
+    folder: pathlib.Path,
+    first: int,
+) -> None:
+    """Parameters by part, data, mesh, kernels and why, fresh or resumed, outputs."""
+    print_first_screen(
+        console,
+        [
+            ("parameters", parameter_rows(cfg.model)),
+            ("text", [(k.replace("_", " "), v) for k, v in data.items()]),
+            ("run", _run_rows(cfg, mesh, folder, first)),
+        ],
+    )
+
+
+def parameter_rows(model: config.Model) -> list[tuple[str | int, ...]]:
+    """A row for each part of the model, and the totals."""
+    parts = accounting.parameter_parts(model)
+    rows: list[tuple[str | int, ...]] = [("part", "total", "active a token")]
+    rows += [(part.name, part.total, part.active) for part in parts]
+    total = sum(part.total for part in parts)
+    active = sum(part.active for part in parts)
+    return [*rows, ("all", total, active)]
+
+
+def layer_row(model: config.Model) -> str:
+    """ "8 layers: 6 kda, 2 mla; 1 mlp, 7 moe"."""
+    kinds = layout.sublayer_kinds(model)
+    count = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    return f"{model.num_layers} layers: " + ", ".join(
+        f"{n} {kind}" for kind, n in count.items()
+    )
+
+
+def _run_rows(
+    cfg: config.Config, mesh: jax.sharding.Mesh, folder: pathlib.Path, first: int
+) -> list[tuple[str, str]]:
+    train, device = cfg.train, mesh.devices.flat[0]
+    kernel, why = choose_implementation(cfg.model.kda.implementation, device.platform)
+    tokens = train.steps * train.batch_size * train.seq_len
+    mirror = "on" if metrics.tensorboard_available() else "off: install tensorboardX"
+    return [
+        ("model", layer_row(cfg.model)),
+        ("mesh", f"data={mesh.size} ({device.device_kind})"),
+        ("kda kernel", f"{kernel}: {why}"),
+        (
+            "experts",
+            f"{cfg.model.moe.implementation}, {cfg.model.moe.balancing.method}",
+        ),
+        ("tokens", f"{tokens:,} in {train.steps:,} steps"),
+        ("start", f"resumed after step {first:,}" if first else "fresh"),
+        ("results", str(folder)),
+        ("tensorboard", mirror),
+    ]

@@ -1,0 +1,225 @@
+"""One optimizer step: loss, gradients over micro-batches, update, router balancing.
+
+The loss is the sum over tokens divided by the tokens of the whole batch, so splitting a
+batch into micro-batches or over devices changes nothing. Router biases are updated here
+and nowhere else, once a step, from what all micro-batches observed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import traverse_util
+
+from kimi_jax import config
+from kimi_jax.modules import transformer
+from kimi_jax.ops import balancing
+from kimi_jax.ops.cross_entropy import chunked_cross_entropy
+
+
+class Batch(NamedTuple):
+    """[B, T] arrays; segment 0 is padding, weight 0 is not predicted."""
+
+    tokens_BT: jax.Array
+    targets_BT: jax.Array
+    segment_ids_BT: jax.Array
+    weights_BT: jax.Array
+
+
+class State(NamedTuple):
+    """Everything a run must keep to continue exactly."""
+
+    step: jax.Array  # int32 scalar: finished steps
+    params: Any
+    balance: Any  # router biases
+    optimizer: optax.OptState
+
+
+def init_state(cfg: config.Config, optimizer: optax.GradientTransformation) -> State:
+    variables = transformer.init(cfg.model, jax.random.key(cfg.train.seed))
+    params, balance = variables["params"], variables.get("balance", {})
+    return State(jnp.zeros((), jnp.int32), params, balance, optimizer.init(params))
+
+
+class Totals(NamedTuple):
+    """Counts over the whole batch, by which micro-batches are normalised."""
+
+    predicted: jax.Array  # sum of weights
+    tokens: jax.Array  # positions that are not padding
+
+
+def make_loss(cfg: config.Config) -> Callable[..., tuple[jax.Array, Any]]:
+    """(params, balance, batch, totals) -> (loss share, (nats, stats)) of a micro-batch.
+
+    The shares of the micro-batches add up to the training loss. `nats` is the summed
+    cross-entropy alone; `stats` maps names to what the layers sowed.
+    """
+    balance_cfg = cfg.model.moe.balancing
+
+    def loss(params: Any, balance: Any, batch: Batch, totals: Totals) -> Any:
+        out = transformer.apply(
+            cfg.model,
+            {"params": params, "balance": balance},
+            batch.tokens_BT,
+            batch.segment_ids_BT,
+            remat=cfg.train.remat,
+        )
+        stats = traverse_util.flatten_dict(out.stats, sep="/")
+        loss_sum, losses_N = token_losses(cfg, out, batch)
+        share = loss_sum / totals.predicted
+        if balance_cfg.method == "aux_loss":
+            losses = [x for name, x in stats.items() if name.endswith("/balance_loss")]
+            balance_loss = sum(map(jnp.sum, losses)) / totals.tokens
+            share += balance_cfg.aux_weight * balance_loss
+        nats = jnp.sum(losses_N * batch.weights_BT.reshape(-1))
+        return share, (nats, jax.lax.stop_gradient(stats))
+
+    return loss
+
+
+def token_losses(
+    cfg: config.Config, out: transformer.Forward, batch: Batch
+) -> tuple[jax.Array, jax.Array]:
+    """Weighted loss sum, and each token's unweighted cross-entropy [B*T]; nats."""
+    return chunked_cross_entropy(
+        out.h_BTD.reshape(-1, out.h_BTD.shape[-1]),
+        out.unembed_DW,
+        batch.targets_BT.reshape(-1),
+        batch.weights_BT.reshape(-1),
+        chunk_size=cfg.train.loss_chunk,
+        z_loss=cfg.train.z_loss,
+    )
+
+
+def make_train_step(
+    cfg: config.Config, optimizer: optax.GradientTransformation
+) -> Callable[[State, Batch], tuple[State, dict[str, Any]]]:
+    """(state, batch) -> (state, metrics). A step that is not finite changes nothing.
+
+    Metrics: loss (nats a predicted token), gradient_norm, predicted (tokens), finite,
+    and stats (expert loads and mean depth weights by name, still stacked by scan).
+    """
+    grad = jax.grad(make_loss(cfg), has_aux=True)
+
+    def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
+        totals = Totals(
+            jnp.maximum(jnp.sum(batch.weights_BT), 1.0),
+            jnp.maximum(jnp.sum(batch.segment_ids_BT > 0), 1),
+        )
+
+        def of_micro_batch(batch: Batch) -> tuple[Any, Any]:
+            """(what adds up over micro-batches, what is listed)."""
+            grads, (nats, stats) = grad(state.params, state.balance, batch, totals)
+            listed = {k: stats.pop(k) for k in list(stats) if _is_listed(k)}
+            return (grads, nats, stats), listed
+
+        micro = jax.tree.map(lambda x: _split(x, cfg.train.micro_batches), batch)
+        (grads, nats, stats), listed = _sum_scan(of_micro_batch, micro)
+        updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
+        new = State(
+            state.step + 1,
+            optax.apply_updates(state.params, updates),
+            _update_balance(cfg.model.moe, state.balance, stats | listed),
+            opt_state,
+        )
+        norm = optax.global_norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(nats)
+        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+        metrics = {
+            "loss": nats / totals.predicted,
+            "gradient_norm": norm,
+            "predicted": totals.predicted,
+            "finite": finite,
+            "stats": _monitored(stats, cfg.train.micro_batches),
+        }
+        return new, metrics
+
+    return train_step
+
+
+def make_eval_step(
+    cfg: config.Config,
+) -> Callable[[State, Batch], dict[str, jax.Array]]:
+    """(state, batch) -> summed nats, tokens. Leaves the balancing state alone."""
+
+    def eval_step(state: State, batch: Batch) -> dict[str, jax.Array]:
+        variables = {"params": state.params, "balance": state.balance}
+        out = transformer.apply(
+            cfg.model, variables, batch.tokens_BT, batch.segment_ids_BT
+        )
+        _, losses_N = token_losses(cfg, out, batch)
+        weights_N = batch.weights_BT.reshape(-1)
+        return {"nats": jnp.sum(losses_N * weights_N), "tokens": jnp.sum(weights_N)}
+
+    return eval_step
+
+
+def _split(x: jax.Array, micro_batches: int) -> jax.Array:
+    """[B, ...] -> [micro-batches, rows, ...], every one with rows of every device."""
+    return x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _sum_scan(function: Callable[[Any], tuple[Any, Any]], xs: Any) -> tuple[Any, Any]:
+    """(sum of the first results, stack of the second) of `function` over `xs`.
+
+    A scan, so that the program does not grow with the number of micro-batches.
+    """
+    first = jax.tree.map(lambda x: x[0], xs)
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(function, first)[0])
+
+    def add(total: Any, x: Any) -> tuple[Any, Any]:
+        summed, listed = function(x)
+        return jax.tree.map(jnp.add, total, summed), listed
+
+    return jax.lax.scan(add, zeros, xs)
+
+
+def _is_listed(name: str) -> bool:
+    return balancing.reduction(name.rsplit("/", 1)[-1]) == "concat"
+
+
+def _update_balance(moe: config.MoE, balance: Any, stats: dict[str, jax.Array]) -> Any:
+    """The router state for the next step, layer by layer."""
+
+    def update(bias_E: jax.Array, observed: dict[str, jax.Array]) -> jax.Array:
+        method = moe.balancing
+        return balancing.update(
+            method.method,
+            bias_E,
+            observed,
+            active=moe.num_active,
+            ema=method.ema,
+            step=method.step,
+            low=method.low,
+            high=method.high,
+        )
+
+    biases = traverse_util.flatten_dict(balance, sep="/")
+    for name, bias_RUE in biases.items():
+        prefix = name.removesuffix("bias")
+        observed = {
+            key.removeprefix(prefix): _join(x) if _is_listed(key) else x
+            for key, x in stats.items()
+            if key.startswith(prefix)
+        }
+        # The two leading axes are those of the scans.
+        biases[name] = jax.vmap(jax.vmap(update))(bias_RUE, observed)
+    return traverse_util.unflatten_dict(biases, sep="/")
+
+
+def _join(x: jax.Array) -> jax.Array:
+    """[micro-batches, ..., N, E] -> [..., micro-batches N, E]."""
+    return jnp.concatenate(list(x), axis=-2)
+
+
+def _monitored(stats: dict[str, jax.Array], micro_batches: int) -> dict[str, jax.Array]:
+    """The small statistics, which leave the step."""
+    loads = {k: x for k, x in stats.items() if k.endswith("/load_E")}
+    depth = {
+        k: x / micro_batches for k, x in stats.items() if k.endswith("/depth_weights")
+    }
+    return loads | depth

@@ -1,0 +1,101 @@
+"""A workdir belongs to one run: who may start in it, and who may resume.
+
+`config.json` is written first and marks the folder. A later start compares it with its
+own config and refuses to mix two runs; fields that change how a run is watched, but not
+what it computes, may differ.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from kimi_jax import config_io
+from kimi_jax.config import Config
+from kimi_jax.errors import UserError
+from kimi_jax.monitor.metrics import replace_file
+
+CONFIG = "config.json"
+
+# Prefixes of fields that do not change the numbers of a run.
+_FREE = (
+    "name",
+    "sample.",
+    "mesh.",
+    "train.remat",
+    "train.log_every",
+    "train.eval_",
+    "train.checkpoint_",
+)
+
+
+def claim(path: str | os.PathLike[str], config: Config) -> bool:
+    """Make `path` the workdir of this run. Returns whether a run is there to resume.
+
+    Raises:
+      UserError: the folder holds something else, or a run with another config.
+    """
+    workdir = pathlib.Path(path)
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"--workdir={workdir} is a file; name a folder")
+    marker = workdir / CONFIG
+    if not marker.exists():
+        # A run that was killed while claiming leaves only temporary dot-files.
+        if workdir.exists() and any(
+            not p.name.startswith(".") for p in workdir.iterdir()
+        ):
+            raise UserError(
+                f"--workdir={workdir} is not empty and holds no run; name another "
+                "folder, nothing was written"
+            )
+        workdir.mkdir(parents=True, exist_ok=True)
+        values = config_io.to_dict(config)
+        replace_file(marker, json.dumps(values, indent=2) + "\n")
+        return False
+    stored = json.loads(marker.read_text())
+    current = json.loads(json.dumps(config_io.to_dict(config)))
+    differing = [
+        f"  config.{name}: {_show(old)} in the workdir, {_show(new)} now"
+        for name, old, new in _differences(stored, current)
+        if not name.startswith(_FREE)
+    ]
+    if differing:
+        raise UserError(
+            f"--workdir={workdir} holds a run with another config:\n"
+            + "\n".join(differing)
+            + "\nname another --workdir, or use the same values to resume that run"
+        )
+    return True
+
+
+def load_config(path: str | os.PathLike[str]) -> Config:
+    """The config of the run in `path`."""
+    marker = pathlib.Path(path) / CONFIG
+    if not marker.exists():
+        raise UserError(f"--workdir={path} holds no run: {CONFIG} is missing")
+    return config_io.from_dict(_tuples(json.loads(marker.read_text())))
+
+
+_MISSING = object()
+
+
+def _show(value: Any) -> str:
+    return "absent" if value is _MISSING else repr(value)
+
+
+def _differences(a: Any, b: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in [*a, *(k for k in b if k not in a)]:
+            inner = f"{name}.{key}" if name else key
+            yield from _differences(a.get(key, _MISSING), b.get(key, _MISSING), inner)
+    elif a != b:
+        yield name, a, b
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,1 @@
+"""Kernels with a portable XLA fallback. Imports only JAX and NumPy."""

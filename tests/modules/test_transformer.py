@@ -1,0 +1,172 @@
+"""The scanned model equals its unrolled definition, and respects documents and time."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kimi_jax import canonical
+from kimi_jax.modules import transformer
+from tests import tiny
+from tests.modules import unrolled
+
+# Every switch of the model in as few, and as small, models as cover them: what takes the
+# time is to compile the different layers.
+ONE_LAYER = "model.num_layers=2 model.residual.block_size=1"
+NO_MOE = f"{ONE_LAYER} model.ffn.num_dense_layers=2"
+MODELS = {
+    # Two equal blocks, each of two equal layers and a third: both scans repeat.
+    "folded": "model.ffn.num_dense_layers=0",
+    "full_residuals": f"{NO_MOE} model.attention=gqa model.residual.block_size=0.5",
+    "blocks_in_a_body": "model.attention=gqa,mla model.residual.block_size=1 "
+    "model.num_layers=4 model.ffn.num_dense_layers=4",
+    "additive": f"{NO_MOE} model.attention=gqa model.residual.kind=additive",
+    "plain": f"{ONE_LAYER} model.attention=gqa model.residual.kind=none",
+    "kda_softplus": f"{NO_MOE} model.attention=kda model.kda.gate=softplus "
+    "model.kda.output_gate=low_rank model.kda.value_dim=4",
+    "kda_head": f"{NO_MOE} model.attention=kda model.kda.gate_granularity=head "
+    "model.kda.output_gate=none model.kda.conv_width=none "
+    "model.kda.gate_lower_bound=-1.0",
+    "kda_reference": f"{NO_MOE} model.attention=kda model.kda.implementation=reference",
+    "mla_rope": f"{NO_MOE} model.attention=mla model.mla.positions=rope "
+    "model.mla.rope_base=100 model.mla.q_rank=none model.mla.output_gate=false",
+    "gqa_rope": f"{NO_MOE} model.attention=gqa model.gqa.positions=rope",
+    "swiglu_no_latent": f"{ONE_LAYER} model.attention=gqa model.ffn.activation=swiglu "
+    "model.moe.latent_width=none model.moe.latent_norm=false "
+    "model.moe.routed_scaling=2.5",
+    "latent_router": f"{ONE_LAYER} model.attention=gqa model.moe.router_input=latent "
+    "model.moe.latent_norm=false model.moe.num_shared=0 model.moe.implementation=dense",
+    "threshold": f"{ONE_LAYER} model.attention=gqa "
+    "model.moe.balancing.method=quantile_threshold",
+}
+SEGMENTS = np.array([[1] * 7 + [2] * 13 + [3] * 4 + [0] * 4, [1] * 28], np.int32)
+TOKENS = np.random.default_rng(0).integers(0, 256, (2, 28)).astype(np.int32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scans_equal_the_unrolled_model_in_float64(name):
+    with jax.enable_x64(True):
+        model = tiny.make("model.dtype=float64", *MODELS[name].split()).model
+        variables = tiny.variables(model)
+        probe = jnp.asarray(np.random.default_rng(1).normal(size=(2, 28, 16)))
+
+        def loss(h_BTD):
+            return jnp.sum(h_BTD * probe * (SEGMENTS > 0)[..., None])
+
+        def scanned(variables):
+            return loss(transformer.apply(model, variables, TOKENS, SEGMENTS).h_BTD)
+
+        def plain(variables):
+            return loss(unrolled.forward(model, variables, TOKENS, SEGMENTS))
+
+        got = jax.jit(jax.value_and_grad(scanned))(variables)
+        want = jax.value_and_grad(plain)(variables)
+        largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(want))
+        chex.assert_trees_all_close(got, want, rtol=1e-12, atol=1e-12 * largest)
+
+
+def test_every_parameter_receives_a_gradient():
+    model = tiny.make().model
+    variables = tiny.variables(model)
+
+    def loss(params):
+        v = {"params": params, "balance": variables["balance"]}
+        out = transformer.apply(model, v, TOKENS, SEGMENTS)
+        return jnp.sum(jnp.sin(out.h_BTD @ out.unembed_DW))
+
+    grads = jax.jit(jax.grad(loss))(variables["params"])
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        assert float(jnp.max(jnp.abs(grad))) > 0, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("remat", ["unit", "block", "nested"])
+def test_remat_changes_nothing(remat):
+    with jax.enable_x64(True):
+        model = tiny.make("model.dtype=float64").model
+        variables = tiny.variables(model)
+
+        def loss(variables, remat):
+            out = transformer.apply(model, variables, TOKENS, SEGMENTS, remat=remat)
+            return jnp.sum(jnp.sin(out.h_BTD))
+
+        grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+        chex.assert_trees_all_close(
+            grad(variables, remat), grad(variables, "none"), rtol=1e-13, atol=1e-13
+        )
+
+
+def test_no_token_sees_a_later_one():
+    model = tiny.make().model
+    variables = tiny.variables(model)
+    apply = jax.jit(lambda tokens: transformer.apply(model, variables, tokens).h_BTD)
+    changed = TOKENS.copy()
+    changed[:, 17:] += 1
+    before, after = apply(TOKENS), apply(changed)
+    chex.assert_trees_all_equal(before[:, :17], after[:, :17])
+    assert float(jnp.max(jnp.abs(before[:, 17:] - after[:, 17:]))) > 1e-3
+
+
+def test_packed_documents_equal_separate_ones():
+    with jax.enable_x64(True):
+        model = tiny.make("model.dtype=float64", "model.mla.positions=rope").model
+        variables = tiny.variables(model)
+        packed = transformer.apply(model, variables, TOKENS[:1], SEGMENTS[:1]).h_BTD
+        for segment in (1, 2, 3):
+            at = np.flatnonzero(SEGMENTS[0] == segment)
+            alone = transformer.apply(model, variables, TOKENS[:1, at]).h_BTD
+            chex.assert_trees_all_close(packed[:, at], alone, rtol=1e-11, atol=1e-11)
+
+
+def test_padding_is_inert():
+    model = tiny.make().model
+    variables = tiny.variables(model)
+    apply = jax.jit(
+        lambda tokens: transformer.apply(model, variables, tokens, SEGMENTS)
+    )
+    changed = np.where(SEGMENTS == 0, 5, TOKENS)
+    chex.assert_trees_all_equal(
+        *(apply(t).h_BTD * (SEGMENTS > 0)[..., None] for t in (TOKENS, changed))
+    )
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    """First values of the tiny model."""
+    init = jax.jit(transformer.init, static_argnums=0)
+    return init(tiny.make().model, jax.random.key(0))
+
+
+def test_fresh_attention_residuals_are_a_plain_mean(fresh):
+    """Zero queries: at the start every sublayer reads the mean of its sources."""
+    apply = jax.jit(transformer.apply, static_argnums=0)
+    stats = apply(tiny.make().model, fresh, TOKENS, SEGMENTS).stats
+    weights = stats["output"]["residual"]["depth_weights"]
+    np.testing.assert_allclose(weights, np.full(3, 1 / 3), rtol=1e-6)
+
+
+def test_first_values_do_not_depend_on_the_scans(fresh):
+    model = tiny.make("model.residual.block_size=6").model
+    other = jax.jit(transformer.init, static_argnums=0)(model, jax.random.key(0))
+    chex.assert_trees_all_equal(
+        canonical.flatten(tiny.make().model, fresh), canonical.flatten(model, other)
+    )
+
+
+def test_kda_starts_with_long_memory(fresh):
+    """The first decays lie between -0.48 and -0.005 nats a token, not at -2.5."""
+    own = canonical.flatten(tiny.make().model, fresh)
+    decay = -5.0 * jax.nn.sigmoid(own["params/layer_000/attention/kda/dt_bias"])
+    assert float(decay.min()) > -0.4759 and float(decay.max()) < -0.0049
+    assert not own["params/layer_000/attention/kda/A_log"].any()
+
+
+def test_matrices_start_at_the_configured_scale(fresh):
+    own = canonical.flatten(tiny.make().model, fresh)
+    values = jnp.concatenate(
+        [own[f"params/{n}"].ravel() for n in ("embedding/embed", "output/unembed")]
+    )
+    np.testing.assert_allclose(values.std(), 0.2, rtol=0.03)
+    assert not bool(
+        (own["params/embedding/embed"] == own["params/output/unembed"].T).any()
+    )

@@ -1,0 +1,193 @@
+"""Blocked experts against dense ones, in value and in every gradient."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kimi_jax.ops.experts import (
+    blocked_experts,
+    default_block_rows,
+    dense_experts,
+    experts,
+)
+
+
+def activation(gate, up):
+    return jax.nn.silu(gate) * jnp.tanh(up)
+
+
+def make(N, A, E, L=6, F=5, *, seed=0, dtype=np.float64, skip=0.0, expert=None):
+    """Random arguments of `experts`; experts of one token may repeat."""
+    rng = np.random.default_rng(seed)
+    experts_NA = (
+        rng.integers(0, E, (N, A)) if expert is None else np.full((N, A), expert)
+    )
+    experts_NA = np.where(rng.random((N, A)) < skip, E, experts_NA).astype(np.int32)
+    shapes = [(N, L), (N, A), (E, L, F), (E, L, F), (E, F, L)]
+    x, weights, *matrices = (jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
+    return x, jnp.asarray(experts_NA), weights, *matrices
+
+
+@functools.partial(jax.jit, static_argnames=("function", "block_rows"))
+def value_and_grads(function, args, block_rows=None):
+    x, experts_NA, *rest = args
+    options = {} if block_rows is None else {"block_rows": block_rows}
+    weight_dtype = rest[0].dtype
+
+    def loss(floats):
+        y_NL = function(floats[0], experts_NA, *floats[1:], activation, **options)
+        cotangent_NL = 2 + jnp.cos(jnp.arange(y_NL.size, dtype=weight_dtype))
+        return jnp.sum(y_NL * cotangent_NL.reshape(y_NL.shape), dtype=weight_dtype)
+
+    y_NL = function(x, experts_NA, *rest, activation, **options)
+    return y_NL, jax.grad(loss)((x, *rest))
+
+
+COMMON = {"N": 23, "A": 3, "E": 7}  # one compilation serves all cases of it
+CASES = {
+    "spread": (COMMON, 4),
+    "skipped": (COMMON | {"skip": 0.4}, 4),
+    "all_skipped": (COMMON | {"skip": 1.0}, 4),
+    "one_expert_has_all": (COMMON | {"expert": 3}, 4),
+    "one_expert_in_blocks_of_one_row": ({"N": 11, "A": 2, "E": 1}, 1),
+    "one_token_and_many_experts": ({"N": 1, "A": 4, "E": 40}, None),
+    "no_token": ({"N": 0, "A": 2, "E": 3}, 4),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocked_equals_dense(case):
+    shape, block_rows = CASES[case]
+    with jax.enable_x64(True):
+        args = make(**shape)
+        expected = value_and_grads(dense_experts, args)
+        got = value_and_grads(blocked_experts, args, block_rows)
+    assert got[0].dtype == np.float64
+    chex.assert_trees_all_close(got, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_dense_equals_a_loop_over_slots():
+    with jax.enable_x64(True):
+        args = make(13, 3, 4, skip=0.3)
+        x, experts_NA, weights, gate, up, down = map(np.asarray, args)
+        expected = np.zeros_like(x)
+        for n, a in np.ndindex(experts_NA.shape):
+            e = experts_NA[n, a]
+            if e < 4:
+                g, u = x[n] @ gate[e], x[n] @ up[e]
+                hidden = g / (1 + np.exp(-g)) * np.tanh(u)
+                expected[n] += weights[n, a] * (hidden @ down[e])
+        got, _ = value_and_grads(dense_experts, args)
+    np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_a_token_without_experts_is_exactly_zero():
+    x, experts_NA, *rest = make(8, 2, 3, dtype=np.float32)
+    args = (x, experts_NA.at[5].set(3), *rest)
+    for function in (blocked_experts, dense_experts):
+        y_NL, grads = value_and_grads(function, args)
+        assert not y_NL[5].any() and y_NL[4].any()
+        assert not grads[0][5].any() and not grads[1][5].any()
+
+
+def test_unknown_expert_indices_are_skipped_by_both():
+    x, experts_NA, *rest = make(8, 2, 3, dtype=np.float32)
+    odd = experts_NA.at[0, 0].set(-1).at[1, 1].set(7)
+    none = experts_NA.at[0, 0].set(3).at[1, 1].set(3)
+    for function in (blocked_experts, dense_experts):
+        chex.assert_trees_all_equal(
+            value_and_grads(function, (x, odd, *rest)),
+            value_and_grads(function, (x, none, *rest)),
+        )
+
+
+def test_bfloat16_sums_slots_and_blocks_in_float32():
+    # 128 slots of one expert in 32 blocks, all terms of one sign: adding the blocks'
+    # gradients up in bfloat16 gives the matrices errors of 0.007 and more.
+    x, experts_NA, weights, *matrices = make(16, 8, 2, dtype=jnp.bfloat16, expert=1)
+    matrices = [jnp.abs(matrix) / 8 for matrix in matrices]
+    weights = jnp.abs(weights).astype(jnp.float32)
+    args = (jnp.abs(x), experts_NA, weights, *matrices)
+    wide = [a.astype(np.float32) if a.dtype == jnp.bfloat16 else a for a in args]
+    expected = value_and_grads(dense_experts, tuple(wide))
+    got = value_and_grads(blocked_experts, args, 4)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        error = np.linalg.norm(np.asarray(a, np.float32) - b) / np.linalg.norm(b)
+        assert error < 0.004, error  # two roundings of 2**-9
+    assert got[0].dtype == jnp.bfloat16
+    assert [g.dtype for g in got[1]] == [x.dtype, weights.dtype] + [x.dtype] * 3
+
+
+def test_sharding_over_tokens_changes_nothing():
+    with jax.enable_x64(True):
+        args = make(64, 2, 5, skip=0.1)
+        expected = value_and_grads(blocked_experts, args, 8)
+        mesh = Mesh(np.array(jax.devices()), ("data",))
+        tokens, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+        shardings = (tokens,) * 3 + (whole,) * 3
+        assert len(mesh.devices) == 8
+        got = value_and_grads(blocked_experts, jax.device_put(args, shardings), 8)
+    chex.assert_trees_all_close(got, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_shard_map_over_tokens_changes_nothing():
+    with jax.enable_x64(True):
+        args = make(64, 2, 5, skip=0.1)
+        mesh = Mesh(np.array(jax.devices()), ("data",))
+        local = jax.shard_map(
+            lambda *args: blocked_experts(*args, activation, block_rows=4),
+            mesh=mesh,
+            in_specs=(P("data"),) * 3 + (P(),) * 3,
+            out_specs=P("data"),
+        )
+        expected = value_and_grads(blocked_experts, args, 8)
+        got = value_and_grads(lambda *args: local(*args[:-1]), args)
+    chex.assert_trees_all_close(got, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_work_is_bounded_by_the_slots_not_by_the_experts():
+    args = make(64, 4, 512, dtype=np.float32)
+    jaxpr = str(jax.make_jaxpr(lambda a: blocked_experts(*a, activation))(args))
+    # 256 slots touch at most 256 experts: 256 blocks of 16 rows, not 512.
+    assert "f32[256,16,5]" in jaxpr and "512,16" not in jaxpr
+
+
+def test_default_block_rows():
+    assert default_block_rows(4096 * 4, 16) == 256
+    assert default_block_rows(1024 * 16, 896) == 16
+    assert default_block_rows(1, 896) == 16
+
+
+def test_implementation_is_chosen_by_name():
+    args = make(8, 2, 3, dtype=np.float32)
+
+    def program(function, **options):
+        return str(jax.make_jaxpr(lambda a: function(*a, activation, **options))(args))
+
+    dense, blocked = program(dense_experts), program(blocked_experts)
+    assert program(experts, implementation="dense") == dense != blocked
+    assert program(experts, implementation="blocked") == blocked == program(experts)
+    with pytest.raises(ValueError, match=r"'ragged'.*blocked, dense"):
+        experts(*args, activation, implementation="ragged")
+
+
+def test_bad_arguments_are_named():
+    x, experts_NA, weights, gate, up, down = make(8, 2, 3, dtype=np.float32)
+    with pytest.raises(ValueError, match=r"w_down_EFL.*\(3, 6, 5\).*\(3, 5, 6\)"):
+        experts(x, experts_NA, weights, gate, up, gate, activation)
+    with pytest.raises(ValueError, match=r"weights_NA.*\(8, 1\)"):
+        experts(x, experts_NA, weights[:, :1], gate, up, down, activation)
+    with pytest.raises(ValueError, match="integers"):
+        experts(x, weights, weights, gate, up, down, activation)
+    with pytest.raises(ValueError, match="flatten"):
+        experts(x[None], experts_NA, weights, gate, up, down, activation)
+    with pytest.raises(ValueError, match="block_rows=0"):
+        blocked_experts(
+            x, experts_NA, weights, gate, up, down, activation, block_rows=0
+        )

@@ -1,0 +1,97 @@
+"""The commands as a user types them: output, exit codes, messages."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from experiments import cli
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "XLA_FLAGS": ""}
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+
+
+def test_overrides_are_split_from_flags():
+    rest, overrides = cli.split_overrides(
+        [
+            "train",
+            "--config=configs/k3.py",
+            "--config.model.width=8",
+            "--config.train.steps",
+            "5",
+            "--noconfig.optimizer.muon_per_head",
+            "--config.model.mla.output_gate",
+            "--workdir=x",
+        ]
+    )
+    assert rest == ["train", "--config=configs/k3.py", "--workdir=x"]
+    assert overrides == [
+        "model.width=8",
+        "train.steps=5",
+        "optimizer.muon_per_head=false",
+        "model.mla.output_gate=true",
+    ]
+
+
+def test_doctor_counts_k3_without_allocating_it():
+    done = command("experiments.doctor", "--config=configs/k3.py")
+    assert done.returncode == 0, done.stderr
+    assert "2,779.48 B parameters, 104.19 B active" in done.stdout
+    assert "93 layers: 69 kda, 1 mlp, 92 moe, 24 mla" in done.stdout
+
+
+def test_mistakes_are_one_message_and_exit_1(tmp_path):
+    workdir = tmp_path / "run"
+    done = command(
+        "experiments.train",
+        "--config=configs/quickstart.py",
+        f"--workdir={workdir}",
+        "--config.model.widht=3",
+        "--config.train.steps=ten",
+    )
+    assert done.returncode == 1
+    assert "did you mean config.model.width?" in done.stderr
+    assert "config.train.steps='ten': must be int" in done.stderr
+    assert "Traceback" not in done.stderr and not workdir.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--config=configs/k4.py",), "no such file; there are configs/"),
+        (("--config=configs/k3_dial.py:width=3",), "depth=NUMBER"),
+        ((), "--config"),
+    ],
+)
+def test_a_config_that_cannot_be_loaded(arguments, words):
+    done = command("experiments.doctor", *arguments)
+    assert done.returncode != 0
+    assert words in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_quickstart_command_makes_a_report(tmp_path):
+    workdir = tmp_path / "run"
+    done = command(
+        "experiments.train",
+        "--config=configs/quickstart.py",
+        f"--workdir={workdir}",
+        "--config.train.steps=3",
+        "--config.train.eval_batches=1",
+        "--config.sample.num_tokens=8",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "report.md" in done.stdout and "fresh" in done.stdout
+    assert (workdir / "report.md").stat().st_size > 0
+    assert {p.name for p in pathlib.Path(workdir, "checkpoints").iterdir()} == {"3"}

@@ -1,0 +1,200 @@
+"""A run from start to report: resuming is exact, and what goes wrong says so."""
+
+import errno
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from kimi_jax import canonical
+from kimi_jax.data import loader
+from kimi_jax.errors import UserError
+from kimi_jax.monitor.metrics import read_metrics
+from kimi_jax.train import loop
+from kimi_jax.train.checkpoint import Checkpointer, CheckpointError
+from kimi_jax.train.step import init_state
+from tests import tiny
+
+SMALL = (
+    "model.num_layers=2",
+    "model.attention=kda,mla",
+    "model.residual.block_size=1",
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Forty short documents, so that a window of 32 bytes holds a few."""
+    path = tmp_path_factory.mktemp("corpus") / "text.jsonl"
+    rng = np.random.default_rng(0)
+    texts = ["".join(rng.choice(list("abc \n"), 40)) for _ in range(40)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def run(corpus, tmp_path):
+    """Trains with overrides in a workdir below `tmp_path`; returns the workdir."""
+
+    def start(name="run", *overrides):
+        cfg = tiny.make(f"data.path={corpus}", *SMALL, *overrides)
+        with open(os.devnull, "w") as quiet:
+            loop.train(cfg, str(tmp_path / name), console=Console(file=quiet))
+        return tmp_path / name
+
+    return start
+
+
+def stored(workdir, *overrides):
+    """Canonical arrays of the newest checkpoint."""
+    cfg = tiny.make(*SMALL, *overrides)
+    with Checkpointer(workdir, cfg.model, keep=2) as checkpoints:
+        template = init_state(cfg, loop._transform(cfg))
+        state = checkpoints.restore(template)
+    return {k: np.asarray(v) for k, v in canonical.flatten(cfg.model, state).items()}
+
+
+def interrupt_after(monkeypatch, step):
+    """Ctrl-C while batch `step` is being read."""
+    iterate = loader.iterate
+
+    def interrupted(source, start, stop, **kwargs):
+        for i, batch in enumerate(iterate(source, start, stop, **kwargs), start + 1):
+            if isinstance(source, loader.TrainBatches) and i == step:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield batch
+
+    monkeypatch.setattr(loader, "iterate", interrupted)
+
+
+def test_interrupted_run_resumes_to_the_same_bits(run, monkeypatch):
+    whole = run("whole")
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 3)
+        with pytest.raises(loop.Interrupted, match="SIGINT after step 3") as caught:
+            run("parts")
+    assert caught.value.exit_code == 130
+    parts = run("parts")
+    want, got = stored(whole), stored(parts)
+    assert want.keys() == got.keys() and int(got["step"]) == 4
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+    def losses(workdir):
+        records = read_metrics(workdir / "metrics.jsonl")
+        return [(r["step"], r["loss"]) for r in records if r["kind"] == "train"]
+
+    assert losses(parts) == losses(whole) and len(losses(whole)) == 4
+    for name in ("report.md", "summary.json", "sample.txt", "plots/loss.png"):
+        assert (parts / name).stat().st_size > 0
+    events = [r for r in read_metrics(parts / "metrics.jsonl") if r["kind"] == "run"]
+    assert [(e["event"], e["step"]) for e in events] == [
+        ("start", 0),
+        ("resume", 3),
+        ("end", 4),
+    ]
+    # A finished run only makes its report again.
+    run("parts")
+    np.testing.assert_array_equal(
+        stored(parts)["params/embedding/embed"], want["params/embedding/embed"]
+    )
+
+
+def test_a_workdir_belongs_to_one_run(run, tmp_path):
+    workdir = run("run", "train.steps=1")
+    before = sorted(p.name for p in workdir.iterdir())
+    with pytest.raises(
+        UserError, match=r"config.model.width: 16 in the workdir, 24 now"
+    ):
+        run("run", "train.steps=1", "model.width=24")
+    assert sorted(p.name for p in workdir.iterdir()) == before
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match="not empty and holds no run"):
+        run("other")
+    assert [p.name for p in other.iterdir()] == ["thesis.tex"]
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="is a file"):
+        run("file")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(run, tmp_path):
+    overrides = (
+        "optimizer.learning_rate=1e30",
+        "train.steps=20",
+        "train.checkpoint_every=1",
+    )
+    with pytest.raises(UserError, match=r"step \d+ is not finite.*was not applied"):
+        run("nan", *overrides)
+    # The checkpoint before it is whole, and finite.
+    arrays = stored(tmp_path / "nan", *overrides)
+    assert int(arrays["step"]) >= 1
+    assert all(np.isfinite(x).all() for x in arrays.values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("data.path=/does/not/exist",), "/does/not/exist"),
+        (("model.vocab_size=100",), "tokenizer has 272 tokens"),
+        (("mesh.data=64", "train.batch_size=64"), "only 8 cpu devices"),
+        (("train.batch_size=4000",), "lower config.train.batch_size"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(
+    run, tmp_path, overrides, words
+):
+    with pytest.raises(UserError, match=words):
+        run("bad", *overrides)
+    assert not (tmp_path / "bad").exists()
+
+
+def test_an_empty_corpus_is_refused(run, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    with pytest.raises(UserError, match=r"empty\.txt"):
+        run("bad", f"data.path={empty}")
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(run, tmp_path, monkeypatch):
+    import orbax.checkpoint as ocp
+
+    save = ocp.CheckpointManager.save
+
+    def full(self, step, *args, **kwargs):
+        if step > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(self, step, *args, **kwargs)
+
+    monkeypatch.setattr(ocp.CheckpointManager, "save", full)
+    with pytest.raises(CheckpointError, match="last whole one is step 2") as caught:
+        run("full")
+    assert "No space left on device" in str(caught.value)
+    assert int(stored(tmp_path / "full")["step"]) == 2
+
+
+def test_a_checkpoint_of_another_model_is_named(run):
+    workdir = run("run", "train.steps=1")
+    cfg = tiny.make(*SMALL, "model.width=24", "model.kda.conv_width=none")
+    with Checkpointer(workdir, cfg.model, keep=1) as checkpoints:
+        template = init_state(cfg, loop._transform(cfg))
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.restore(template)
+    text = str(caught.value)
+    assert "params/embedding/embed: (272, 16) stored, (272, 24) in the model" in text
+    assert "q_conv: only in the checkpoint" in text
+
+
+def test_checkpoint_names_do_not_depend_on_the_scans(tmp_path):
+    """Blocks of one layer and of two fold differently and store the same names."""
+    names = []
+    for size in (1, 2):
+        cfg = tiny.make(f"model.residual.block_size={size}")
+        state = jax.eval_shape(lambda cfg=cfg: init_state(cfg, loop._transform(cfg)))
+        names.append(set(canonical.flatten(cfg.model, state)))
+    assert names[0] == names[1]
