@@ -13,5 +13,8 @@ from configs import common
 def get_config():
     config = common.base()
     config.name = "quickstart"
-    config.train.update(steps=300, log_every=10, eval_every=50, checkpoint_every=100)
+    config.optimizer.learning_rate = 5e-3
+    config.train.update(
+        steps=150, batch_size=8, log_every=10, eval_every=50, checkpoint_every=50
+    )
     return config

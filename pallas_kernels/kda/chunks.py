@@ -11,9 +11,9 @@ product, and exp(-G) alone overflows. So M and P are assembled from square block
 of the diagonal, each of which has a border between its columns and its rows: the decay
 from column j up to the border and the decay from the border down to row i are both at
 most 1. Their exponents are sums of log decays, never differences, so that nothing
-overflows or cancels whatever the gate. Later tokens enter neither factor, which keeps
-outputs independent of the future to the last bit. Only tiles of 16 tokens on the
-diagonal take a short cut, when the gate is bounded.
+overflows or cancels whatever the gate. Only the tiles of 16 tokens on the diagonal take
+a short cut, and only if the gate is bounded. Later tokens enter neither factor, which
+keeps outputs independent of the future to the last bit.
 
 Arrays are laid out [N,B,H,C,...]: N chunks lead, ready for a scan. Suffixes below: S
 tiles of 16 tokens, or blocks that grow from them; L tokens in a block.
@@ -141,11 +141,8 @@ def _log_decays(
     """
     at, upto = np.arange(TILE), np.tri(TILE, dtype=bool)
     stretches = [upto & (at > 0)] if bounded else _dyadic_stretches()
-    pre, post, *inside = jnp.split(
-        _sums(np.concatenate([upto, ~upto, *stretches]), g_SLK),
-        2 + len(stretches),
-        axis=-2,
-    )
+    sums = _sums(np.concatenate([upto, ~upto, *stretches]), g_SLK)
+    pre, post, *inside = jnp.split(sums, 2 + len(stretches), axis=-2)
     if not bounded:
         masks = map(_between_neighbours, _SIZES)
         pairs = [Pairs(x, x, mask) for x, mask in zip(inside, masks, strict=True)]

@@ -25,8 +25,11 @@ def arrays(settings):
     return cases.prepared("unbounded", TIME)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("segment_ids", [None, SEGMENT_IDS], ids=["whole", "packed"])
+@pytest.mark.parametrize(
+    ("settings", "segment_ids"),
+    [(SETTINGS[0], None), *((settings, SEGMENT_IDS) for settings in SETTINGS)],
+    ids=["whole", "packed", "packed, bounded gate", "packed, softplus gate"],
+)
 def test_matches_numpy_in_value_and_gradient(settings, segment_ids):
     x = arrays(settings)
     got = cases.run(x, segment_ids, implementation="reference", **settings)
