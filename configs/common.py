@@ -30,6 +30,32 @@ def model() -> dict:
         "norm_eps": 1e-5,
         "init_std": 0.02,
         "dtype": "float32",
+        **attention(),
+        "ffn": {
+            "num_dense_layers": 1,
+            "width": 512,
+            "activation": "situ",
+            "situ_beta": 4.0,
+            "situ_linear_beta": 25.0,
+        },
+        "moe": {
+            "num_experts": 16,
+            "num_active": 2,
+            "num_shared": 2,
+            "expert_width": 64,
+            "latent_width": 64,
+            "latent_norm": True,
+            "router_input": "full",
+            "routed_scaling": 1.0,
+            "balancing": balancing(),
+            "implementation": "blocked",
+        },
+        "residual": {"kind": "block_attention", "block_size": 1.0},
+    }
+
+
+def attention() -> dict:
+    return {
         "kda": {
             "num_heads": 4,
             "key_dim": 32,
@@ -64,26 +90,6 @@ def model() -> dict:
             "rope_base": 10000.0,
             "block_size": 512,
         },
-        "ffn": {
-            "num_dense_layers": 1,
-            "width": 512,
-            "activation": "situ",
-            "situ_beta": 4.0,
-            "situ_linear_beta": 25.0,
-        },
-        "moe": {
-            "num_experts": 16,
-            "num_active": 2,
-            "num_shared": 2,
-            "expert_width": 64,
-            "latent_width": 64,
-            "latent_norm": True,
-            "router_input": "full",
-            "routed_scaling": 1.0,
-            "balancing": balancing(),
-            "implementation": "blocked",
-        },
-        "residual": {"kind": "block_attention", "block_size": 1.0},
     }
 
 

@@ -48,6 +48,7 @@ class Place(NamedTuple):
     path: str  # in the stacked tree, as "stage_1/block_0_run_2/sublayer_3"
     at: tuple[int, ...]  # on the leading axes of the stacked arrays
     kind: str  # sublayer kind; "start" for a residual block
+    number: int  # of the sublayer or block, from 0
 
 
 def sublayer_kinds(model: Model) -> tuple[str, ...]:
@@ -127,7 +128,8 @@ def places(stages: Sequence[Stage]) -> Iterator[Place]:
         for outer in range(stage.repeats):
             for b, runs in enumerate(stage.blocks):
                 path = f"{stage_name(s)}/{start_name(b)}"
-                yield Place(f"block_{block:03d}/start", path, (outer,), "start")
+                name = f"block_{block:03d}/start"
+                yield Place(name, path, (outer,), "start", block)
                 block += 1
                 for r, run in enumerate(runs):
                     for inner in range(run.repeats):
@@ -137,5 +139,5 @@ def places(stages: Sequence[Stage]) -> Iterator[Place]:
                             path = "/".join(
                                 (stage_name(s), run_name(b, r), sublayer_name(position))
                             )
-                            yield Place(name, path, (outer, inner), kind)
+                            yield Place(name, path, (outer, inner), kind, sublayer)
                             sublayer += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -72,7 +74,8 @@ class KimiDeltaAttention(nn.Module):
         if cfg.conv_width is not None:
             shape = (cfg.num_heads, size, cfg.conv_width)
             w_HKW = self.param(f"{name}_conv", parameters.conv_uniform, shape)
-            y_BTHK = short_conv(y_BTHK, w_HKW.astype(y_BTHK.dtype), segment_ids_BT)
+            conv = short_conv(y_BTHK, w_HKW.astype(y_BTHK.dtype), segment_ids_BT)
+            y_BTHK = cast(jax.Array, conv)  # no tail was asked for
         return nn.silu(y_BTHK)
 
     def _decay(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -64,13 +64,20 @@ class LatentMoE(nn.Module):
         zeros = nn.initializers.zeros
         bias_E = self.variable("balance", "bias", zeros, None, (moe.num_experts,)).value
         scores_NE = router_scores(r_ND, w_DE)
-        options = {"scale": moe.routed_scaling, "mask_N": mask_N}
         if balance.method == "quantile_threshold":
             cap = balance.threshold_cap
-            routing = route_threshold(scores_NE, bias_E, cap=cap, **options)
+            routing = route_threshold(
+                scores_NE, bias_E, cap=cap, scale=moe.routed_scaling, mask_N=mask_N
+            )
         else:
             active = moe.num_active
-            routing = route_top_k(scores_NE, bias_E, active=active, **options)
+            routing = route_top_k(
+                scores_NE,
+                bias_E,
+                active=active,
+                scale=moe.routed_scaling,
+                mask_N=mask_N,
+            )
         observed = balancing.observe(
             balance.method, routing, scores_NE, bias_E, bins=balance.bins
         )

@@ -111,9 +111,9 @@ class BlockStart(nn.Module):
 
     @nn.compact
     def __call__(self, stream: Stream) -> Stream:
-        if self.model.residual.kind == "block_attention":
-            return _push(stream, self.model.norm_eps)
-        if self.model.residual.kind == "additive":
+        if stream.bank is not None:
+            return _push(stream, stream.bank, self.model.norm_eps)
+        if stream.block_input_BTD is not None:
             weight = self.param("weight", nn.initializers.zeros, ())
             block_sum_BTD = stream.partial_BTD - stream.block_input_BTD
             partial_BTD = (
@@ -123,9 +123,8 @@ class BlockStart(nn.Module):
         return stream
 
 
-def _push(stream: Stream, eps: float) -> Stream:
-    bank, partial_BTD = stream.bank, stream.partial_BTD
-    at = bank.num_sources
+def _push(stream: Stream, bank: Bank, eps: float) -> Stream:
+    partial_BTD, at = stream.partial_BTD, bank.num_sources
     inverse_rms_BT = residuals.inverse_rms(partial_BTD, eps)
     return stream._replace(
         partial_BTD=jnp.zeros_like(partial_BTD),

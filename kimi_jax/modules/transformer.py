@@ -88,24 +88,24 @@ def init(model: Model, key: jax.Array) -> Variables:
     layers fold into scans.
     """
     stream = start_stream(model, 1, jnp.zeros((1, 1, model.width), model.dtype))
-    first = {
-        "embedding": (Embedding(model), jnp.zeros((1, 1), jnp.int32)),
-        "output": (Output(model), stream, None),
-    }
+    tokens_BT = jnp.zeros((1, 1), jnp.int32)
     variables: Variables = {"params": {}, "balance": {}}
-    for number, (name, (module, *inputs)) in enumerate(first.items(), start=1):
-        # Keys of layers count up from zero, those of the ends down from 2^32.
-        drawn = _init(module, jax.random.fold_in(key, 2**32 - number), *inputs)
-        _store(variables, name, drawn)
-    groups: dict[str, list[tuple[int, layout.Place]]] = {}
-    for number, place in enumerate(layout.places(layout.plan(model))):
-        groups.setdefault(place.kind, []).append((number, place))
-    for kind, members in groups.items():
-        inputs = (stream,) if kind == "start" else (stream, None)
-        module = BlockStart(model) if kind == "start" else Sublayer(model, kind)
-        keys = jnp.stack([jax.random.fold_in(key, number) for number, _ in members])
-        drawn = jax.vmap(lambda k, m=module, i=inputs: _init(m, k, *i))(keys)
-        _scatter(variables, drawn, [place for _, place in members])
+    # Keys of layers count up from zero, those of the ends down from 2^32.
+    last, before = (jax.random.fold_in(key, 2**32 - i) for i in (1, 2))
+    _store(variables, "embedding", _init(Embedding(model), last, tokens_BT))
+    _store(variables, "output", _init(Output(model), before, stream, None))
+    groups: dict[str, list[layout.Place]] = {}
+    for place in layout.places(layout.plan(model)):
+        groups.setdefault(place.kind, []).append(place)
+    for kind, places in groups.items():
+        keys = jnp.stack([jax.random.fold_in(key, place.number) for place in places])
+
+        def draw(key: jax.Array, kind: str = kind) -> Variables:
+            if kind == "start":
+                return _init(BlockStart(model), key, stream)
+            return _init(Sublayer(model, kind), key, stream, None)
+
+        _scatter(variables, jax.vmap(draw)(keys), places)
     return {name: tree for name, tree in variables.items() if tree}
 
 
@@ -163,7 +163,7 @@ def _blocks(
             bank = stream.bank
 
             def unit(running: Any, own: Variables, bank=bank, run=run) -> Any:
-                stream, stats = Stream(*running, bank, None), {}
+                stream, stats = Stream(running[0], running[1], bank, None), {}
                 for position, kind in enumerate(run.unit):
                     name = layout.sublayer_name(position)
                     stream, stats[name] = _call(

@@ -125,8 +125,8 @@ def _attend_bwd(scale, C, saved, do_BTHV):
     # The softmax Jacobian needs only the row sums of p * dp, and those are do . o.
     delta_BRG = _rows(jnp.sum(do_BTHV * o_BTHV, axis=-1, keepdims=True), G)[..., 0]
     do_BRGV = _rows(do_BTHV.astype(v_BTGV.dtype), G)
-    rows = _rows(q_BTHK, G), _row_starts(start_BT, q_BTHK, k_BTGK)
-    rows += do_BRGV, lse_BRG, delta_BRG
+    q_BRGK, starts = _rows(q_BTHK, G), _row_starts(start_BT, q_BTHK, k_BTGK)
+    rows = q_BRGK, starts, do_BRGV, lse_BRG, delta_BRG
     if T == C:
         dq_BRGK, dk, dv = _tile_grads(rows, k_BTGK, v_BTGV, 0, 0, scale, C)
     else:

@@ -77,7 +77,8 @@ def _loss(h_ND, w_DW, targets_N, weights_N, n, z_loss):
 
     def chunk(_, tokens):
         logits_NW = _logits(tokens[0], w_DW)
-        return None, _losses(logits_NW, *tokens[1:], z_loss)[:2]
+        _, targets, weights = tokens
+        return None, _losses(logits_NW, targets, weights, z_loss)[:2]
 
     _, per_token = _over_chunks(chunk, None, (h_ND, targets_N, weights_N), n)
     losses_N, penalised_N = per_token

@@ -11,8 +11,8 @@ from kimi_jax.modules import transformer
 from tests import tiny
 from tests.modules import unrolled
 
-# Every switch of the model in as few, and as small, models as cover them: what takes the
-# time is to compile the different layers.
+# Every switch of the model in as few, and as small, models as cover them: compiling
+# different layers takes the time.
 ONE_LAYER = "model.num_layers=2 model.residual.block_size=1"
 NO_MOE = f"{ONE_LAYER} model.ffn.num_dense_layers=2"
 MODELS = {
