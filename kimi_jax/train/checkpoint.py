@@ -33,7 +33,11 @@ class Checkpointer:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=True, create=True
         )
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=options,
+            item_handlers=ocp.StandardCheckpointHandler(),
+        )
 
     def latest_step(self) -> int | None:
         return self._manager.latest_step()

@@ -44,6 +44,7 @@ SEGMENTS = np.array([[1] * 7 + [2] * 13 + [3] * 4 + [0] * 4, [1] * 28], np.int32
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 28)).astype(np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_scans_equal_the_unrolled_model_in_float64(name):
     with jax.enable_x64(True):
@@ -64,26 +65,17 @@ def test_scans_equal_the_unrolled_model_in_float64(name):
         want = jax.value_and_grad(plain)(variables)
         largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(want))
         chex.assert_trees_all_close(got, want, rtol=1e-12, atol=1e-12 * largest)
+        for key, grad in canonical.flatten(model, got[1]["params"]).items():
+            # The first sublayer has one source, so its depth attention is inert.
+            inert = key.startswith("layer_000/attention/residual")
+            assert bool(jnp.any(grad != 0)) != inert, key
 
 
-def test_every_parameter_receives_a_gradient():
-    model = tiny.make().model
-    variables = tiny.variables(model)
-
-    def loss(params):
-        v = {"params": params, "balance": variables["balance"]}
-        out = transformer.apply(model, v, TOKENS, SEGMENTS)
-        return jnp.sum(jnp.sin(out.h_BTD @ out.unembed_DW))
-
-    grads = jax.jit(jax.grad(loss))(variables["params"])
-    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
-        assert float(jnp.max(jnp.abs(grad))) > 0, jax.tree_util.keystr(path)
-
-
-@pytest.mark.parametrize("remat", ["unit", "block", "nested"])
-def test_remat_changes_nothing(remat):
+def test_remat_changes_nothing():
     with jax.enable_x64(True):
-        model = tiny.make("model.dtype=float64").model
+        model = tiny.make(
+            "model.dtype=float64", "model.attention=gqa", "model.ffn.num_dense_layers=6"
+        ).model
         variables = tiny.variables(model)
 
         def loss(variables, remat):
@@ -91,9 +83,11 @@ def test_remat_changes_nothing(remat):
             return jnp.sum(jnp.sin(out.h_BTD))
 
         grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)
-        chex.assert_trees_all_close(
-            grad(variables, remat), grad(variables, "none"), rtol=1e-13, atol=1e-13
-        )
+        plain = grad(variables, "none")
+        largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(plain))
+        for remat in ("unit", "block", "nested"):
+            again = grad(variables, remat)
+            chex.assert_trees_all_close(again, plain, rtol=1e-13, atol=1e-13 * largest)
 
 
 def test_no_token_sees_a_later_one():
@@ -108,14 +102,19 @@ def test_no_token_sees_a_later_one():
 
 
 def test_packed_documents_equal_separate_ones():
+    """Row 0 holds three documents, rows 1 to 3 one of them each, at the start."""
     with jax.enable_x64(True):
         model = tiny.make("model.dtype=float64", "model.mla.positions=rope").model
         variables = tiny.variables(model)
-        packed = transformer.apply(model, variables, TOKENS[:1], SEGMENTS[:1]).h_BTD
-        for segment in (1, 2, 3):
-            at = np.flatnonzero(SEGMENTS[0] == segment)
-            alone = transformer.apply(model, variables, TOKENS[:1, at]).h_BTD
-            chex.assert_trees_all_close(packed[:, at], alone, rtol=1e-11, atol=1e-11)
+        tokens, segments = np.zeros((2, 4, 28), np.int32)
+        tokens[0], segments[0] = TOKENS[0], SEGMENTS[0]
+        places = [np.flatnonzero(SEGMENTS[0] == i) for i in (1, 2, 3)]
+        for row, at in enumerate(places, start=1):
+            tokens[row, : len(at)], segments[row, : len(at)] = TOKENS[0, at], 1
+        apply = jax.jit(lambda *x: transformer.apply(model, variables, *x).h_BTD)
+        h = apply(tokens, segments)
+        for row, at in enumerate(places, start=1):
+            chex.assert_trees_all_close(h[0, at], h[row, : len(at)], rtol=1e-11)
 
 
 def test_padding_is_inert():
