@@ -103,21 +103,22 @@ class Checkpointer:
             dict(self._manager.item_metadata(step)), sep="/"
         )
         lines = [
-            f"{name}: only in the model" for name in expected if name not in stored
-        ]
-        lines += [
-            f"{name}: only in the checkpoint" for name in stored if name not in expected
-        ]
-        lines += [
             f"{name}: {tuple(stored[name].shape)} stored, {like.shape} in the model"
             for name, like in expected.items()
             if name in stored and tuple(stored[name].shape) != tuple(like.shape)
         ]
+        pairs = ((expected, stored, "model"), (stored, expected, "checkpoint"))
+        for here, there, where in pairs:
+            lines += [
+                f"{name}: only in the {where}" for name in here if name not in there
+            ]
+        # Parameters say it all; the optimizer's copies of them would say it again.
+        lines.sort(key=lambda line: not line.startswith("params/"))
         if lines:
-            more = [f"... and {len(lines) - 12} more"] if len(lines) > 12 else []
+            more = [f"... and {len(lines) - 20} more"] if len(lines) > 20 else []
             raise CheckpointError(
                 f"checkpoint {self.directory / str(step)} does not fit this model:\n  "
-                + "\n  ".join(lines[:12] + more)
+                + "\n  ".join(lines[:20] + more)
                 + "\nuse the config it was trained with, or another --workdir"
             )
 
