@@ -104,7 +104,8 @@ def test_interrupted_run_resumes_to_the_same_bits(run, monkeypatch):
     # A finished run only makes its report again.
     run("parts", *WHOLE)
     np.testing.assert_array_equal(
-        stored(parts)["params/embedding/embed"], want["params/embedding/embed"]
+        stored(parts, *WHOLE)["params/embedding/embed"],
+        want["params/embedding/embed"],
     )
 
 
