@@ -15,7 +15,7 @@ setup: ## make .venv from requirements.lock; PYTHON=... picks the interpreter
 quickstart: setup ## train a small model on Shakespeare, about 3 minutes on 2 cores
 	$(python) -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-test: setup ## all tests, about 10 minutes on 2 cores
+test: setup ## all tests
 	$(python) -m pytest -n 2 -q
 
 test-fast: setup ## without the slow ones

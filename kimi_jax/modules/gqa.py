@@ -9,7 +9,7 @@ from flax import linen as nn
 from kimi_jax import config
 from kimi_jax.modules import parameters
 from kimi_jax.ops.attention import attention
-from kimi_jax.ops.rotary import positions_in_segments, rotate
+from kimi_jax.ops.rotary import rotate_pair
 
 
 class GroupedQueryAttention(nn.Module):
@@ -30,15 +30,7 @@ class GroupedQueryAttention(nn.Module):
 
         q_BTHK, k_BTGK, v_BTGK = project("q", H), project("k", G), project("v", G)
         if cfg.positions == "rope":
-            B, T, _ = x_BTD.shape
-            ids_BT = (
-                jnp.ones((B, T), jnp.int32)
-                if segment_ids_BT is None
-                else segment_ids_BT
-            )
-            positions_BT = positions_in_segments(ids_BT)
-            q_BTHK = rotate(q_BTHK, positions_BT, cfg.rope_base)
-            k_BTGK = rotate(k_BTGK, positions_BT, cfg.rope_base)
+            q_BTHK, k_BTGK = rotate_pair(q_BTHK, k_BTGK, segment_ids_BT, cfg.rope_base)
         o_BTHK = attention(
             q_BTHK,
             k_BTGK,

@@ -10,7 +10,7 @@ from kimi_jax import config
 from kimi_jax.modules import parameters
 from kimi_jax.ops.attention import attention
 from kimi_jax.ops.norms import rms_norm
-from kimi_jax.ops.rotary import positions_in_segments, rotate
+from kimi_jax.ops.rotary import rotate_pair
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -37,15 +37,9 @@ class MultiHeadLatentAttention(nn.Module):
         q_nope_BTHK, q_pe_BTHK = jnp.split(q_BTHK, [nope], axis=-1)
         k_pe_BTGK = k_pe_BTR[:, :, None]
         if cfg.positions == "rope":
-            B, T, _ = x_BTD.shape
-            ids_BT = (
-                jnp.ones((B, T), jnp.int32)
-                if segment_ids_BT is None
-                else segment_ids_BT
+            q_pe_BTHK, k_pe_BTGK = rotate_pair(
+                q_pe_BTHK, k_pe_BTGK, segment_ids_BT, cfg.rope_base
             )
-            positions_BT = positions_in_segments(ids_BT)
-            q_pe_BTHK = rotate(q_pe_BTHK, positions_BT, cfg.rope_base)
-            k_pe_BTGK = rotate(k_pe_BTGK, positions_BT, cfg.rope_base)
         k_pe_BTHK = jnp.broadcast_to(k_pe_BTGK, (*k_nope_BTHK.shape[:-1], pe))
         o_BTHV = attention(
             jnp.concatenate([q_nope_BTHK, q_pe_BTHK], axis=-1),

@@ -11,7 +11,20 @@ from jax import Array
 
 from kimi_jax.ops.segments import positions_in_segments
 
-__all__ = ["positions_in_segments", "rotate"]
+__all__ = ["positions_in_segments", "rotate", "rotate_pair"]
+
+
+def rotate_pair(
+    q_BTHR: Array, k_BTGR: Array, segment_ids_BT: Array | None, base: float
+) -> tuple[Array, Array]:
+    """`rotate` of queries and keys, by positions that restart at each document.
+
+    None for segment_ids_BT means one document a row, without padding.
+    """
+    if segment_ids_BT is None:
+        segment_ids_BT = jnp.ones(q_BTHR.shape[:2], jnp.int32)
+    positions_BT = positions_in_segments(segment_ids_BT)
+    return rotate(q_BTHR, positions_BT, base), rotate(k_BTGR, positions_BT, base)
 
 
 def rotate(x_BTHR: Array, positions_BT: Array, base: float) -> Array:
