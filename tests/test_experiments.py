@@ -77,3 +77,22 @@ def test_a_config_that_cannot_be_loaded(arguments, words):
     assert done.returncode != 0
     assert words in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_quickstart_command_makes_a_report(tmp_path):
+    workdir = tmp_path / "run"
+    done = command(
+        "experiments.train",
+        "--config=configs/quickstart.py",
+        f"--workdir={workdir}",
+        "--config.model.num_layers=1",
+        "--config.model.attention=('gqa',)",
+        "--config.train.steps=3",
+        "--config.train.eval_batches=1",
+        "--config.sample.num_tokens=8",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "report.md" in done.stdout and "fresh" in done.stdout
+    assert "# " in (workdir / "report.md").read_text()
+    assert {p.name for p in (workdir / "checkpoints").iterdir()} == {"3"}

@@ -8,7 +8,6 @@ leaves a whole checkpoint behind, and the same command resumes it exactly.
 from __future__ import annotations
 
 import contextlib
-import math
 import pathlib
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from rich.console import Console
 
 from kimi_jax import accounting, sharding
@@ -24,20 +24,16 @@ from kimi_jax.config import Config
 from kimi_jax.data import loader
 from kimi_jax.errors import UserError
 from kimi_jax.infer.sample import sample
-from kimi_jax.modules import transformer
 from kimi_jax.monitor.console import Progress
 from kimi_jax.monitor.metrics import MetricsWriter, replace_file
 from kimi_jax.monitor.report import build_report
-from kimi_jax.train import first_screen, health, optimizer, workdir
+from kimi_jax.train import first_screen, workdir
+from kimi_jax.train.batch import batch_shape, on_mesh
 from kimi_jax.train.checkpoint import Checkpointer
+from kimi_jax.train.evaluate import Evaluator
 from kimi_jax.train.interrupt import Interrupt
-from kimi_jax.train.step import (
-    Batch,
-    State,
-    init_state,
-    make_eval_step,
-    make_train_step,
-)
+from kimi_jax.train.step import State, init_state, make_train_step, make_transform
+from kimi_jax.train.step_log import StepLog
 
 
 class Interrupted(UserError):
@@ -55,6 +51,7 @@ class _Run(NamedTuple):
     folder: pathlib.Path
     mesh: jax.sharding.Mesh
     data: loader.Data
+    transform: optax.GradientTransformation
     checkpoints: Checkpointer
     metrics: MetricsWriter
     progress: Progress
@@ -77,14 +74,15 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
         checkpoints = stack.enter_context(
             Checkpointer(folder, cfg.model, cfg.train.checkpoint_keep)
         )
-        state = _first_state(cfg, mesh, checkpoints, progress)
+        transform = make_transform(cfg)
+        state = _first_state(cfg, mesh, transform, checkpoints, progress)
         first = int(state.step)
         metrics = stack.enter_context(
             MetricsWriter(folder, first if resumable else None)
         )
         first_screen.show(console, cfg, mesh, data.summary, folder, first)
         metrics.write("run", first, **_identity(cfg, data, first, command))
-        run = _Run(cfg, folder, mesh, data, checkpoints, metrics, progress)
+        run = _Run(cfg, folder, mesh, data, transform, checkpoints, metrics, progress)
         with Interrupt() as interrupt:
             state = _steps(run, state, interrupt)
         _write_sample(run, state)
@@ -127,17 +125,15 @@ def _identity(
     }
 
 
-def _transform(cfg: Config) -> Any:
-    fresh = jax.eval_shape(lambda: transformer.init(cfg.model, jax.random.key(0)))
-    return optimizer.make(cfg.optimizer, cfg.train.steps, fresh["params"])
-
-
 def _first_state(
-    cfg: Config, mesh: jax.sharding.Mesh, checkpoints: Checkpointer, progress: Progress
+    cfg: Config,
+    mesh: jax.sharding.Mesh,
+    transform: optax.GradientTransformation,
+    checkpoints: Checkpointer,
+    progress: Progress,
 ) -> State:
     """A fresh state on the mesh, or the newest checkpoint's."""
     progress.note("initialising parameters ...")
-    transform = _transform(cfg)
     init = jax.jit(
         lambda: init_state(cfg, transform),
         out_shardings=sharding.replicated(mesh),
@@ -166,14 +162,10 @@ def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:
         run.progress.note(f"already finished: step {first} of {last}")
         return state
     rows = sharding.by_rows(run.mesh)
-    evaluate = _evaluator(run)
-    step_fn, log, previous = None, _Log(run, first), None
+    step_fn, evaluate = _compile(run, state)
+    log, previous = StepLog(run.cfg, run.data, run.metrics, run.progress), None
     for step, host in enumerate(loader.iterate(run.data.train, first, last), first + 1):
-        batch = _on_mesh(host, rows)
-        if step_fn is None:
-            step_fn = _compile(run, state, batch)
-            log.restart()
-        state, metrics = step_fn(state, batch)
+        state, metrics = step_fn(state, on_mesh(host, rows))
         # Looking at the step before lets the device work ahead of the host.
         _check_finite(run, previous, step - 1)
         log.add(metrics, host)
@@ -183,7 +175,8 @@ def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:
             _check_finite(run, metrics, step)
             log.write(step, metrics, state)
         if due[cfg.eval_every]:
-            evaluate(step, state)
+            record = run.metrics.write("eval", step, **evaluate(state))
+            run.progress.update(record, step, last)
         if due[cfg.checkpoint_every] or interrupt.requested:
             _check_finite(run, metrics, step)
             run.checkpoints.save(state)
@@ -205,18 +198,16 @@ def _intervals(cfg: Any) -> set[int]:
     return {cfg.log_every, cfg.eval_every, cfg.checkpoint_every}
 
 
-def _compile(run: _Run, state: State, batch: Batch) -> Callable[..., Any]:
+def _compile(run: _Run, state: State) -> tuple[Callable[..., Any], Evaluator]:
+    """The train step and the evaluation, compiled before the first step is timed."""
     run.progress.note("compiling the train step ...")
     started = time.monotonic()
-    step_fn = jax.jit(make_train_step(run.cfg, _transform(run.cfg)), donate_argnums=0)
-    compiled = step_fn.lower(state, batch).compile()
+    rows = sharding.by_rows(run.mesh)
+    step_fn = jax.jit(make_train_step(run.cfg, run.transform), donate_argnums=0)
+    compiled = step_fn.lower(state, batch_shape(run.cfg.train, rows)).compile()
+    evaluate = Evaluator(run.cfg, run.data, rows, state)
     run.progress.note(f"compiled in {time.monotonic() - started:.1f} s")
-    return compiled
-
-
-def _on_mesh(host: loader.Batch, rows: jax.sharding.NamedSharding) -> Batch:
-    names = ("tokens", "targets", "segment_ids", "weights")
-    return Batch(*(jax.device_put(host[name], rows) for name in names))
+    return compiled, evaluate
 
 
 def _check_finite(run: _Run, metrics: Any, step: int) -> None:
@@ -230,71 +221,6 @@ def _check_finite(run: _Run, metrics: Any, step: int) -> None:
             "--config.optimizer.learning_rate or --config.optimizer.clip_norm and "
             "start in a new --workdir"
         )
-
-
-class _Log:
-    """Averages the steps since the last line; one "train" record a line."""
-
-    def __init__(self, run: _Run, first: int):
-        self._run = run
-        self._bytes_W = run.data.tokenizer.bytes_per_token
-        self._schedule = optimizer.schedule(run.cfg.optimizer, run.cfg.train.steps)
-        self._rows: list[tuple[Any, float]] = []
-        self._seconds, self._steps, self._started = 0.0, first, time.monotonic()
-
-    def restart(self) -> None:
-        """Start the clock again: what happened since the last line was no step."""
-        self._started = time.monotonic()
-
-    def add(self, metrics: Any, host: loader.Batch) -> None:
-        num_bytes = float((self._bytes_W[host["targets"]] * host["weights"]).sum())
-        self._rows.append(((metrics["loss"], metrics["predicted"]), num_bytes))
-
-    def write(self, step: int, metrics: Any, state: State) -> None:
-        cfg = self._run.cfg
-        rows = [(float(loss) * float(n), float(n), b) for (loss, n), b in self._rows]
-        nats, tokens, num_bytes = np.sum(rows, axis=0)
-        seconds = (time.monotonic() - self._started) / len(rows)
-        record = self._run.metrics.write(
-            "train",
-            step,
-            loss=nats / tokens,
-            bits_per_byte=nats / math.log(2) / num_bytes,
-            learning_rate=float(self._schedule(step - 1)),
-            gradient_norm=metrics["gradient_norm"],
-            tokens=step * cfg.train.batch_size * cfg.train.seq_len,
-            tokens_per_second=cfg.train.batch_size * cfg.train.seq_len / seconds,
-            step_seconds=seconds,
-            layers=health.layer_metrics(cfg.model, metrics["stats"], state.balance),
-        )
-        self._run.progress.update(record, step, cfg.train.steps)
-        self._rows.clear()
-        self.restart()
-
-
-def _evaluator(run: _Run) -> Callable[[int, State], None]:
-    """(step, state) -> writes the "eval" record of the validation text."""
-    eval_fn = jax.jit(make_eval_step(run.cfg))
-    bytes_W = run.data.tokenizer.bytes_per_token
-    rows = sharding.by_rows(run.mesh)
-
-    def evaluate(step: int, state: State) -> None:
-        nats = tokens = num_bytes = 0.0
-        for host in loader.iterate(run.data.validation, 0, len(run.data.validation)):
-            sums = eval_fn(state, _on_mesh(host, rows))
-            nats += float(sums["nats"])
-            tokens += float(sums["tokens"])
-            num_bytes += float((bytes_W[host["targets"]] * host["weights"]).sum())
-        record = run.metrics.write(
-            "eval",
-            step,
-            loss=nats / tokens,
-            bits_per_byte=nats / math.log(2) / num_bytes,
-            tokens=int(tokens),
-        )
-        run.progress.update(record, step, run.cfg.train.steps)
-
-    return evaluate
 
 
 def _write_sample(run: _Run, state: State) -> None:

@@ -19,15 +19,8 @@ from kimi_jax import config
 from kimi_jax.modules import transformer
 from kimi_jax.ops import balancing
 from kimi_jax.ops.cross_entropy import chunked_cross_entropy
-
-
-class Batch(NamedTuple):
-    """[B, T] arrays; segment 0 is padding, weight 0 is not predicted."""
-
-    tokens_BT: jax.Array
-    targets_BT: jax.Array
-    segment_ids_BT: jax.Array
-    weights_BT: jax.Array
+from kimi_jax.train import optimizer
+from kimi_jax.train.batch import Batch
 
 
 class State(NamedTuple):
@@ -39,10 +32,16 @@ class State(NamedTuple):
     optimizer: optax.OptState
 
 
-def init_state(cfg: config.Config, optimizer: optax.GradientTransformation) -> State:
+def make_transform(cfg: config.Config) -> optax.GradientTransformation:
+    """The optimizer of a run, laid out for the parameters of its model."""
+    fresh = jax.eval_shape(lambda: transformer.init(cfg.model, jax.random.key(0)))
+    return optimizer.make(cfg.optimizer, cfg.train.steps, fresh["params"])
+
+
+def init_state(cfg: config.Config, transform: optax.GradientTransformation) -> State:
     variables = transformer.init(cfg.model, jax.random.key(cfg.train.seed))
     params, balance = variables["params"], variables.get("balance", {})
-    return State(jnp.zeros((), jnp.int32), params, balance, optimizer.init(params))
+    return State(jnp.zeros((), jnp.int32), params, balance, transform.init(params))
 
 
 class Totals(NamedTuple):
@@ -96,7 +95,7 @@ def token_losses(
 
 
 def make_train_step(
-    cfg: config.Config, optimizer: optax.GradientTransformation
+    cfg: config.Config, transform: optax.GradientTransformation
 ) -> Callable[[State, Batch], tuple[State, dict[str, Any]]]:
     """(state, batch) -> (state, metrics). A step that is not finite changes nothing.
 
@@ -119,14 +118,14 @@ def make_train_step(
 
         micro = jax.tree.map(lambda x: _split(x, cfg.train.micro_batches), batch)
         (grads, nats, stats), listed = _sum_scan(of_micro_batch, micro)
-        updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
+        updates, opt_state = transform.update(grads, state.optimizer, state.params)
         new = State(
             state.step + 1,
             optax.apply_updates(state.params, updates),
             _update_balance(cfg.model.moe, state.balance, stats | listed),
             opt_state,
         )
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(nats)
         new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
         metrics = {
@@ -168,6 +167,7 @@ def _sum_scan(function: Callable[[Any], tuple[Any, Any]], xs: Any) -> tuple[Any,
 
     A scan, so that the program does not grow with the number of micro-batches.
     """
+    function = jax.jit(function)  # traced once for its shapes and for the scan
     first = jax.tree.map(lambda x: x[0], xs)
     zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(function, first)[0])
 

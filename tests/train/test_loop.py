@@ -16,7 +16,7 @@ from kimi_jax.errors import UserError
 from kimi_jax.monitor.metrics import read_metrics
 from kimi_jax.train import loop
 from kimi_jax.train.checkpoint import Checkpointer, CheckpointError
-from kimi_jax.train.step import init_state
+from kimi_jax.train.step import init_state, make_transform
 from tests import tiny
 
 # What a run does around its steps does not depend on the model, so most tests take one
@@ -56,7 +56,7 @@ def stored(workdir, *overrides):
     """Canonical arrays of the newest checkpoint."""
     cfg = tiny.make(*SMALL, *overrides)
     with Checkpointer(workdir, cfg.model, keep=2) as checkpoints:
-        template = init_state(cfg, loop._transform(cfg))
+        template = init_state(cfg, make_transform(cfg))
         state = checkpoints.restore(template)
     return {k: np.asarray(v) for k, v in canonical.flatten(cfg.model, state).items()}
 
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_another_model_is_named(run):
     workdir = run("run", "train.steps=1")
     cfg = tiny.make(*SMALL, "model.width=24", "model.residual.kind=none")
     with Checkpointer(workdir, cfg.model, keep=1) as checkpoints:
-        template = init_state(cfg, loop._transform(cfg))
+        template = init_state(cfg, make_transform(cfg))
         with pytest.raises(CheckpointError) as caught:
             checkpoints.restore(template)
     text = str(caught.value)
@@ -200,7 +200,7 @@ def test_checkpoint_names_do_not_depend_on_the_scans(tmp_path):
     names = []
     for size in (1, 2):
         cfg = tiny.make(f"model.residual.block_size={size}")
-        transform = loop._transform(cfg)
+        transform = make_transform(cfg)
         flat = jax.eval_shape(
             lambda cfg=cfg, transform=transform: canonical.flatten(
                 cfg.model, init_state(cfg, transform)

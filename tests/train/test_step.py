@@ -4,12 +4,16 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from kimi_jax import canonical, sharding
-from kimi_jax.train import optimizer
-from kimi_jax.train.step import Batch, init_state, make_eval_step, make_train_step
+from kimi_jax.train.batch import Batch
+from kimi_jax.train.step import (
+    init_state,
+    make_eval_step,
+    make_train_step,
+    make_transform,
+)
 from tests import tiny
 
 
@@ -37,11 +41,6 @@ def run(cfg, steps=1, mesh=None):
             state = jax.device_put(state, sharding.replicated(mesh))
         state, metrics = step(state, data)
     return state, metrics
-
-
-def make_transform(cfg):
-    state = jax.eval_shape(lambda: init_state(cfg, optax.identity()))
-    return optimizer.make(cfg.optimizer, cfg.train.steps, state.params)
 
 
 METHODS = [
