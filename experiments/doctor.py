@@ -1,15 +1,19 @@
 """Look at an experiment before running it: python -m experiments.doctor --config=...
 
-Checks the config, prints the parameters by part and how the layers fold into scans.
-Allocates nothing, so it answers for K3 on a laptop.
+Checks the config, prints the parameters by part, how the layers fold into scans, and
+how the optimizer updates each parameter. Allocates nothing, so it answers for K3 on a
+laptop.
 """
 
+import jax
 from rich.console import Console
 
 from experiments import cli
-from kimi_jax import accounting, layout
-from kimi_jax.config import Model
+from kimi_jax import accounting, canonical, layout
+from kimi_jax.config import Config, Model
+from kimi_jax.modules import transformer
 from kimi_jax.monitor.console import print_first_screen
+from kimi_jax.train import optimizer
 from kimi_jax.train.first_screen import layer_row, parameter_rows
 
 
@@ -21,12 +25,23 @@ def main(overrides: list[str]) -> None:
         [
             (f"{config.name}: parameters", parameter_rows(model)),
             (f"{layer_row(model)}; scanned as", scan_rows(model)),
+            ("optimizer", optimizer_rows(config)),
         ],
     )
     parts = accounting.parameter_parts(model)
     total = sum(part.total for part in parts)
     active = sum(part.active for part in parts)
     console.print(f"{total / 1e9:,.2f} B parameters, {active / 1e9:,.2f} B active")
+
+
+def optimizer_rows(config: Config) -> list[tuple[str, str, str, str]]:
+    """One row for each kind of parameter: Muon or AdamW, its matrices, its decay."""
+
+    def shapes() -> dict[str, jax.Array]:
+        params = transformer.init(config.model, jax.random.key(0))["params"]
+        return canonical.flatten(config.model, params)
+
+    return optimizer.rule_rows(jax.eval_shape(shapes), config.optimizer)
 
 
 def scan_rows(model: Model) -> list[tuple[str, str]]:

@@ -32,7 +32,7 @@ def parameter_parts(model: Model) -> list[Part]:
     ]
     totals: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        part = _part(canonical.path_name(path))
+        part = part_of(canonical.path_name(path))
         totals[part] = totals.get(part, 0) + math.prod(leaf.shape)
     active_share = {"routed experts": (model.moe.num_active, model.moe.num_experts)}
     parts = []
@@ -60,8 +60,8 @@ _ORDER = (
 )
 
 
-def _part(name: str) -> str:
-    """The component that a parameter belongs to, from its path."""
+def part_of(name: str) -> str:
+    """The component of a parameter, from its path, stacked or canonical."""
     keys = name.split("/")
     leaf = keys[-1]
     if leaf in ("embed", "unembed"):

@@ -155,8 +155,15 @@ class Optimizer:
     kind: Literal["muon", "adamw"]
     muon_per_head: bool  # orthogonalise each head of q, k, v by itself
     muon_momentum: float
-    learning_rate: float
-    warmup_fraction: float
+    muon_update_rms: float  # of Muon's updates before the rate; AdamW's are near 0.2
+    # Of Muon's momentum and Adam's first moment; the second moment stays float32.
+    momentum_dtype: Literal["float32", "bfloat16"]
+    qk_clip: float | None  # largest attention logit that a head may keep; None: any
+    learning_rate: float  # the peak
+    schedule: Literal["cosine", "wsd"]  # after the warm-up; wsd holds, then decays
+    warmup_fraction: float  # of the steps
+    decay_fraction: float  # wsd: of the steps, the last ones
+    decay_shape: Literal["linear", "one_minus_sqrt"]  # wsd: of that decay
     final_fraction: float  # of the peak rate, at the last step
     weight_decay: float
     clip_norm: float

@@ -25,7 +25,7 @@ def check(config: Config) -> list[str]:
     kinds = _ATTENTION if pattern else attention_kinds(config.model)
     problems += _model(config.model, kinds)
     problems += _train(config.train)
-    problems += _optimizer(config.optimizer)
+    problems += _optimizer(config.optimizer, kinds)
     problems += _data(config)
     return problems
 
@@ -205,17 +205,31 @@ def _train(train: Train) -> Iterator[str]:
         yield f"config.train.z_loss={train.z_loss}: must not be negative"
 
 
-def _optimizer(optimizer: Optimizer) -> Iterator[str]:
+def _optimizer(optimizer: Optimizer, kinds: Sequence[str]) -> Iterator[str]:
     where = "config.optimizer"
-    if optimizer.learning_rate <= 0.0:
-        yield f"{where}.learning_rate={optimizer.learning_rate}: must be positive"
-    if optimizer.clip_norm <= 0.0:
-        yield f"{where}.clip_norm={optimizer.clip_norm}: must be positive"
+    for name in ("learning_rate", "clip_norm", "muon_update_rms", "qk_clip"):
+        value = getattr(optimizer, name)
+        if value is not None and value <= 0.0:
+            yield f"{where}.{name}={value}: must be positive"
+    if optimizer.qk_clip is not None and not {"mla", "gqa"} & set(kinds):
+        yield (
+            f"{where}.qk_clip={optimizer.qk_clip}: there is no softmax attention to "
+            "clip, and KDA normalises its queries and keys; use qk_clip=none, or add "
+            "'mla' or 'gqa' to config.model.attention"
+        )
     if optimizer.weight_decay < 0.0:
         yield f"{where}.weight_decay={optimizer.weight_decay}: must not be negative"
     for name in ("warmup_fraction", "final_fraction"):
         if not 0.0 <= getattr(optimizer, name) <= 1.0:
             yield f"{where}.{name}={getattr(optimizer, name)}: must be in [0, 1]"
+    warmup, decay = optimizer.warmup_fraction, optimizer.decay_fraction
+    if not 0.0 < decay <= 1.0:
+        yield f"{where}.decay_fraction={decay}: must be in (0, 1]"
+    elif optimizer.schedule == "wsd" and warmup + decay > 1.0:
+        yield (
+            f"{where}.decay_fraction={decay}: the decay would begin before the warm-up "
+            f"ends; with warmup_fraction={warmup} use at most {1.0 - warmup:g}"
+        )
     for name in ("muon_momentum", "adam_b1", "adam_b2"):
         if not 0.0 <= getattr(optimizer, name) < 1.0:
             yield f"{where}.{name}={getattr(optimizer, name)}: must be in [0, 1)"

@@ -43,6 +43,12 @@ def test_all_problems_are_reported_at_once():
         ("mesh.data=3", "does not divide the 4 rows"),
         ("data.validation_fraction=1.0", "between 0 and 1"),
         ("optimizer.learning_rate=0", "must be positive"),
+        ("optimizer.muon_update_rms=0", "must be positive"),
+        ("optimizer.momentum_dtype=float16", "'bfloat16'"),
+        ("optimizer.qk_clip=-1", "must be positive"),
+        ("optimizer.schedule=linear", "'wsd'"),
+        ("optimizer.decay_shape=cosine", "'one_minus_sqrt'"),
+        ("optimizer.decay_fraction=0", "must be in (0, 1]"),
         ("model", "no value"),
         ("model={}", "a section, not a value"),
         ("name.x=1", "a value, not a section"),
@@ -52,6 +58,16 @@ def test_bad_override(override, words):
     extra = ("model.attention=gqa",) if "gqa" in override else ()
     found = problems(override, *extra)
     assert any(words in problem for problem in found), found
+
+
+def test_rules_across_fields_of_the_optimizer():
+    (found,) = problems("optimizer.qk_clip=100", "model.attention=kda")
+    assert "add 'mla' or 'gqa'" in found
+    assert tiny.make("optimizer.qk_clip=100", "model.attention=gqa").optimizer.qk_clip
+    late = ("optimizer.warmup_fraction=0.5", "optimizer.decay_fraction=0.75")
+    (found,) = problems("optimizer.schedule=wsd", *late)
+    assert "use at most 0.5" in found
+    assert tiny.make(*late).optimizer.schedule == "cosine"
 
 
 def test_traps_of_config_dicts():

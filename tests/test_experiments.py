@@ -47,6 +47,10 @@ def test_doctor_counts_k3_without_allocating_it():
     assert done.returncode == 0, done.stderr
     assert "2,779.48 B parameters, 104.19 B active" in done.stdout
     assert "93 layers: 69 kda, 1 mlp, 92 moe, 24 mla" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines()]
+    query = "layer_*/attention/kda/q muon 96 x [7168, 128] 0.1"
+    assert query.split() in rows
+    assert ["layer_*/attention/kda/dt_bias", "adamw", "-", "none"] in rows
 
 
 def test_mistakes_are_one_message_and_exit_1(tmp_path):

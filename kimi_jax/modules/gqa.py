@@ -8,7 +8,7 @@ from flax import linen as nn
 
 from kimi_jax import config
 from kimi_jax.modules import parameters
-from kimi_jax.ops.attention import attention
+from kimi_jax.modules.attend import attend
 from kimi_jax.ops.rotary import rotate_pair
 
 
@@ -31,7 +31,8 @@ class GroupedQueryAttention(nn.Module):
         q_BTHK, k_BTGK, v_BTGK = project("q", H), project("k", G), project("v", G)
         if cfg.positions == "rope":
             q_BTHK, k_BTGK = rotate_pair(q_BTHK, k_BTGK, segment_ids_BT, cfg.rope_base)
-        o_BTHK = attention(
+        o_BTHK = attend(
+            self,
             q_BTHK,
             k_BTGK,
             v_BTGK,

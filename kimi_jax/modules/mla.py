@@ -8,7 +8,7 @@ from flax import linen as nn
 
 from kimi_jax import config
 from kimi_jax.modules import parameters
-from kimi_jax.ops.attention import attention
+from kimi_jax.modules.attend import attend
 from kimi_jax.ops.norms import rms_norm
 from kimi_jax.ops.rotary import rotate_pair
 
@@ -41,7 +41,8 @@ class MultiHeadLatentAttention(nn.Module):
                 q_pe_BTHK, k_pe_BTGK, segment_ids_BT, cfg.rope_base
             )
         k_pe_BTHK = jnp.broadcast_to(k_pe_BTGK, (*k_nope_BTHK.shape[:-1], pe))
-        o_BTHV = attention(
+        o_BTHV = attend(
+            self,
             jnp.concatenate([q_nope_BTHK, q_pe_BTHK], axis=-1),
             jnp.concatenate([k_nope_BTHK, k_pe_BTHK], axis=-1),
             v_BTHV,

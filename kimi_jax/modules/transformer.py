@@ -24,7 +24,7 @@ from flax import linen as nn
 
 from kimi_jax import layout
 from kimi_jax.config import Model
-from kimi_jax.modules import parameters
+from kimi_jax.modules import attend, parameters
 from kimi_jax.modules.sublayer import (
     BlockStart,
     ReadResidual,
@@ -116,6 +116,7 @@ def apply(
     segment_ids_BT: jax.Array | None = None,
     *,
     remat: str = "none",
+    max_logits: bool = False,
 ) -> Forward:
     """The forward pass.
 
@@ -125,15 +126,20 @@ def apply(
       segment_ids_BT: int32, 0 = padding, positive = document; None: no padding, one
         document a row.
       remat: see the top of this file.
+      max_logits: softmax attention also reports max_logit_H, the largest logit of each
+        head over the batch, among the statistics.
     """
     stats: dict[str, Any] = {}
+    collections = ("stats", attend.MAX_LOGITS) if max_logits else ("stats",)
     x_BTD, _ = _call(Embedding(model), _sub(variables, "embedding"), tokens_BT)
     stream = start_stream(model, layout.num_blocks(model), x_BTD)
     for s, stage in enumerate(layout.plan(model)):
         name = layout.stage_name(s)
 
         def body(stream: Stream, own: Variables, stage=stage) -> tuple[Stream, Any]:
-            return _blocks(model, stage.blocks, own, stream, segment_ids_BT, remat)
+            return _blocks(
+                model, stage.blocks, own, stream, segment_ids_BT, remat, collections
+            )
 
         if remat in ("block", "nested"):
             # In a scan no two iterations share anything, so CSE needs no barrier.
@@ -152,6 +158,7 @@ def _blocks(
     stream: Stream,
     segment_ids_BT: jax.Array | None,
     remat: str,
+    collections: tuple[str, ...],
 ) -> tuple[Stream, Any]:
     """A few residual blocks one after the other: the body of the outer scan."""
     stats: dict[str, Any] = {}
@@ -167,7 +174,11 @@ def _blocks(
                 for position, kind in enumerate(run.unit):
                     name = layout.sublayer_name(position)
                     stream, stats[name] = _call(
-                        Sublayer(model, kind), _sub(own, name), stream, segment_ids_BT
+                        Sublayer(model, kind),
+                        _sub(own, name),
+                        stream,
+                        segment_ids_BT,
+                        collections=collections,
                     )
                 return (stream.partial_BTD, stream.has_partial), stats
 
@@ -185,9 +196,14 @@ def logits(h_ND: jax.Array, unembed_DW: jax.Array) -> jax.Array:
     return jnp.matmul(h_ND, unembed_DW, preferred_element_type=precise)
 
 
-def _call(module: nn.Module, variables: Variables, *inputs: Any) -> tuple[Any, Any]:
+def _call(
+    module: nn.Module,
+    variables: Variables,
+    *inputs: Any,
+    collections: tuple[str, ...] = ("stats",),
+) -> tuple[Any, Any]:
     """(result, what was sown) of a module."""
-    result, sown = module.apply(variables, *inputs, mutable=["stats"])
+    result, sown = module.apply(variables, *inputs, mutable=list(collections))
     return result, sown.get("stats", {})
 
 

@@ -51,15 +51,31 @@ def attention(
     Raises:
       ValueError: shapes or dtypes do not match, H % G != 0, or block_size < 1.
     """
-    _check(q_BTHK, k_BTGK, v_BTGV, segment_ids_BT, block_size)
     inputs = q_BTHK, k_BTGK, v_BTGV
-    if segment_ids_BT is None:
-        return _attend_padded(*inputs, None, float(scale), block_size)
-    # Padding sees itself alone, which keeps its softmax finite until it is dropped.
-    t_T = jnp.arange(q_BTHK.shape[1], dtype=jnp.int32)
-    start_BT = jnp.minimum(document_starts(segment_ids_BT), t_T)
-    o_BTHV = _attend_padded(*inputs, start_BT, float(scale), block_size)
-    return jnp.where((segment_ids_BT > 0)[:, :, None, None], o_BTHV, 0)
+    return _attend_masked(*inputs, scale, segment_ids_BT, block_size, False)[0]
+
+
+def attention_with_max_logits(
+    q_BTHK: Array,
+    k_BTGK: Array,
+    v_BTGV: Array,
+    *,
+    scale: float,
+    segment_ids_BT: Array | None = None,
+    block_size: int = 512,
+) -> tuple[Array, Array]:
+    """`attention`, and the largest of the scaled scores of each head.
+
+    Takes and raises what `attention` does. Costs one more number per row.
+
+    Returns:
+      The output, and max_logit_H in its dtype: over the batch, over the pairs that the
+      softmax sees; -inf if all is padding. It carries no gradient.
+    """
+    o_BTHV, max_BTH = _attend_masked(
+        q_BTHK, k_BTGK, v_BTGV, scale, segment_ids_BT, block_size, True
+    )
+    return o_BTHV, lax.stop_gradient(jnp.max(max_BTH, axis=(0, 1)))
 
 
 def attention_reference(
@@ -86,11 +102,27 @@ def attention_reference(
     return jnp.where((ids_BT > 0)[:, :, None, None], o_BTHV, 0)
 
 
-def _attend_padded(q_BTHK, k_BTGK, v_BTGV, start_BT, scale, block_size):
+def _attend_masked(q, k, v, scale, segment_ids_BT, block_size, with_max):
+    """Output, and row maxima or None: 0 and -inf at padding."""
+    _check(q, k, v, segment_ids_BT, block_size)
+    if segment_ids_BT is None:
+        return _attend_padded(q, k, v, None, float(scale), block_size, with_max)
+    # Padding sees itself alone, which keeps its softmax finite until it is dropped.
+    t_T = jnp.arange(q.shape[1], dtype=jnp.int32)
+    start_BT = jnp.minimum(document_starts(segment_ids_BT), t_T)
+    o_BTHV, max_BTH = _attend_padded(
+        q, k, v, start_BT, float(scale), block_size, with_max
+    )
+    real_BT1 = (segment_ids_BT > 0)[:, :, None]
+    o_BTHV = jnp.where(real_BT1[..., None], o_BTHV, 0)
+    return o_BTHV, jnp.where(real_BT1, max_BTH, -jnp.inf) if with_max else None
+
+
+def _attend_padded(q_BTHK, k_BTGK, v_BTGV, start_BT, scale, block_size, with_max):
     """Attends in the fewest equal blocks of at most `block_size` tokens."""
     T = q_BTHK.shape[1]
     if block_size >= T:
-        return _attend(q_BTHK, k_BTGK, v_BTGV, start_BT, scale, T)
+        return _attend(q_BTHK, k_BTGK, v_BTGV, start_BT, scale, T, with_max)
     N = -(-T // block_size)
     C = min(block_size, -(-T // (16 * N)) * 16)
     extra = [(0, 0), (0, N * C - T)]
@@ -99,26 +131,33 @@ def _attend_padded(q_BTHK, k_BTGK, v_BTGV, start_BT, scale, block_size):
     )
     if start_BT is not None:
         start_BT = jnp.pad(start_BT, extra, mode="edge")
-    return _attend(q_BTHK, k_BTGK, v_BTGV, start_BT, scale, C)[:, :T]
+    out = _attend(q_BTHK, k_BTGK, v_BTGV, start_BT, scale, C, with_max)
+    return jax.tree.map(lambda x: x[:, :T], out)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(q_BTHK, k_BTGK, v_BTGV, start_BT, scale, C):
-    return _attend_fwd(q_BTHK, k_BTGK, v_BTGV, start_BT, scale, C)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _attend(q_BTHK, k_BTGK, v_BTGV, start_BT, scale, C, with_max):
+    """Output [B, T, H, V]; row maxima [B, T, H] or None, without a gradient."""
+    return _attend_fwd(q_BTHK, k_BTGK, v_BTGV, start_BT, scale, C, with_max)[0]
 
 
-def _attend_fwd(q_BTHK, k_BTGK, v_BTGV, start_BT, scale, C):
+def _attend_fwd(q_BTHK, k_BTGK, v_BTGV, start_BT, scale, C, with_max):
     T, H = q_BTHK.shape[1:3]
     rows = _rows(q_BTHK, k_BTGK.shape[2]), _row_starts(start_BT, q_BTHK, k_BTGK)
     if T == C:
-        o_BRGV, lse_BRG = _finish(_tile(rows, k_BTGK, v_BTGV, 0, 0, scale, C))
+        pieces = _tile(rows, k_BTGK, v_BTGV, 0, 0, scale, C)
+        o_BRGV, lse_BRG, max_BRG = _finish(pieces, with_max)
     else:
-        o_BRGV, lse_BRG = _forward_blocks(rows, k_BTGK, v_BTGV, start_BT, scale, C)
+        o_BRGV, lse_BRG, max_BRG = _forward_blocks(
+            rows, k_BTGK, v_BTGV, start_BT, scale, C, with_max
+        )
     o_BTHV = _heads(o_BRGV, H)
-    return o_BTHV, (q_BTHK, k_BTGK, v_BTGV, start_BT, o_BTHV, lse_BRG)
+    max_BTH = _heads(max_BRG[..., None], H)[..., 0] if with_max else None
+    return (o_BTHV, max_BTH), (q_BTHK, k_BTGK, v_BTGV, start_BT, o_BTHV, lse_BRG)
 
 
-def _attend_bwd(scale, C, saved, do_BTHV):
+def _attend_bwd(scale, C, with_max, saved, cotangents):
+    do_BTHV, _ = cotangents
     q_BTHK, k_BTGK, v_BTGV, start_BT, o_BTHV, lse_BRG = saved
     T, H = q_BTHK.shape[1:3]
     G = k_BTGK.shape[2]
@@ -139,7 +178,7 @@ def _attend_bwd(scale, C, saved, do_BTHV):
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _forward_blocks(rows, k_BTGK, v_BTGV, start_BT, scale, C):
+def _forward_blocks(rows, k_BTGK, v_BTGV, start_BT, scale, C, with_max):
     def query_block(_, block):
         i, first, rows_i = block
 
@@ -149,11 +188,12 @@ def _forward_blocks(rows, k_BTGK, v_BTGV, start_BT, scale, C):
 
         # Every row sees itself, so the diagonal tile makes all row maxima finite.
         diagonal = key_block(i, None)
-        return None, _finish(lax.fori_loop(first, i, key_block, diagonal))
+        pieces = lax.fori_loop(first, i, key_block, diagonal)
+        return None, _finish(pieces, with_max)
 
     N = k_BTGK.shape[1] // C
-    _, (o, lse) = lax.scan(query_block, None, _query_blocks(rows, start_BT, N))
-    return _join(o), _join(lse)
+    _, out = lax.scan(query_block, None, _query_blocks(rows, start_BT, N))
+    return jax.tree.map(_join, out)
 
 
 def _backward_blocks(rows, k_BTGK, v_BTGV, start_BT, scale, C):
@@ -195,11 +235,12 @@ def _tile(rows, k_BCGK, v_BCGV, i, j, scale, C, seen=None):
     return max_BGR, sum_BGR, o_BGRV
 
 
-def _finish(pieces):
-    """Normalised output [B, R, G, V] and row log-sum-exp [B, R, G]."""
+def _finish(pieces, with_max):
+    """Output [B, R, G, V], row log-sum-exp [B, R, G], row maximum [B, R, G] or None."""
     max_BGR, sum_BGR, o_BGRV = pieces
     lse_BGR = max_BGR + jnp.log(sum_BGR)
-    return jnp.moveaxis(o_BGRV / sum_BGR[..., None], 2, 1), jnp.moveaxis(lse_BGR, 2, 1)
+    out = o_BGRV / sum_BGR[..., None], lse_BGR, max_BGR if with_max else None
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 2, 1), out)
 
 
 def _tile_grads(rows, k_BCGK, v_BCGV, i, j, scale, C):

@@ -9,10 +9,12 @@ and with heads sharded it needs no communication.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
@@ -51,10 +53,6 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("query", "weight"), _VECTOR),  # residual queries and weights
 }
 
-# Muon's update has this root mean square, AdamW's usual one, so that both share one
-# learning rate and weight decay (Moonlight report, Sec. 2.2).
-_UPDATE_RMS = 0.2
-
 # Coefficients of each Newton-Schulz step: optax's default, written as a sequence, which
 # optax runs as a scan. Unrolled, they would be most of the program to compile.
 _NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
@@ -84,16 +82,52 @@ def rules(params: Any, optimizer: config.Optimizer) -> Any:
     return jax.tree_util.tree_map_with_path(rule, params)
 
 
+def rule_rows(
+    params: Mapping[str, Any], optimizer: config.Optimizer
+) -> list[tuple[str, str, str, str]]:
+    """Which parameter is updated how, for printing; equal layers share a row.
+
+    Args:
+      params: canonical names and arrays, or shapes.
+    """
+    rows = set()
+    for name, rule in rules(params, optimizer).items():
+        pattern = re.sub(r"(layer|block)_\d+", r"\1_*", name)
+        decay = f"{optimizer.weight_decay:g}" if rule.decay else "none"
+        if rule.muon is None:
+            rows.add((pattern, "adamw", "-", decay))
+            continue
+        shape = params[name].shape
+        sides = _sides(shape, rule.muon)
+        count = math.prod(shape) // math.prod(sides)
+        rows.add((pattern, "muon", f"{count} x {sides}", decay))
+    head = ("parameter", "updated by", "matrices a layer", "weight decay")
+    # Muon first, then AdamW with decay and without.
+    return [head, *sorted(rows, key=lambda row: (row[1] != "muon", row[3], row[0]))]
+
+
 def schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
-    """Linear warm-up, then a cosine down to `final_fraction` of the peak."""
-    peak = optimizer.learning_rate
+    """Linear warm-up, then down to `final_fraction` of the peak after `steps`.
+
+    "cosine" falls all the way. "wsd" (warm-up, stable, decay; MiniCPM, arXiv
+    2404.06395) stays at the peak and falls over the last `decay_fraction` of the steps:
+    linearly, or as 1 - sqrt(share of the decay), which falls fast at first and ended
+    lower where both were compared (Haegele et al., arXiv 2405.18392).
+    """
+    peak, final = optimizer.learning_rate, optimizer.final_fraction
     warmup = max(1, round(optimizer.warmup_fraction * steps))
-    cosine = optax.cosine_decay_schedule(
-        peak, max(1, steps - warmup), optimizer.final_fraction
-    )
+    fall = max(1, round(optimizer.decay_fraction * steps))
+
+    def stable_decay(step: jax.Array) -> jax.Array:
+        share = jnp.clip((step + warmup - (steps - fall)) / fall, 0.0, 1.0)
+        gone = share if optimizer.decay_shape == "linear" else jnp.sqrt(share)
+        return peak * (1.0 - (1.0 - final) * gone)
+
+    cosine = optax.cosine_decay_schedule(peak, max(1, steps - warmup), final)
     # The first update already moves: step 0 uses peak / warmup.
     ramp = optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1))
-    return optax.join_schedules([ramp, cosine], [warmup])
+    rest = cosine if optimizer.schedule == "cosine" else stable_decay
+    return optax.join_schedules([ramp, rest], [warmup])
 
 
 def make(
@@ -109,15 +143,20 @@ def make(
         lambda r: r.muon if r.muon else optax.MaskedNode(), table, is_leaf=is_rule
     )
     decay = jax.tree.map(lambda r: r.decay, table, is_leaf=is_rule)
+    # None keeps a moment in the dtype of its parameter, which is float32.
+    dtype = jnp.bfloat16 if optimizer.momentum_dtype == "bfloat16" else None
     muon = optax.chain(
         scale_by_muon(
             ns_coeffs=_NEWTON_SCHULZ,
             beta=optimizer.muon_momentum,
+            mu_dtype=dtype,
             weight_dimension_numbers=dimensions,
         ),
-        _match_adam_rms(dimensions),
+        _scale_to_rms(dimensions, optimizer.muon_update_rms),
     )
-    adam = optax.scale_by_adam(optimizer.adam_b1, optimizer.adam_b2, optimizer.adam_eps)
+    adam = optax.scale_by_adam(
+        optimizer.adam_b1, optimizer.adam_b2, optimizer.adam_eps, mu_dtype=dtype
+    )
     return optax.chain(
         optax.clip_by_global_norm(optimizer.clip_norm),
         optax.partition({"muon": muon, "adamw": adam}, labels),
@@ -126,15 +165,20 @@ def make(
     )
 
 
-def _match_adam_rms(dimensions: Any) -> optax.GradientTransformation:
-    """Scale an orthogonal [m, n] update, of RMS 1/sqrt(max(m, n)), to `_UPDATE_RMS`."""
+def _scale_to_rms(dimensions: Any, rms: float) -> optax.GradientTransformation:
+    """Scale an orthogonal [m, n] update, of RMS 1/sqrt(max(m, n)), to `rms`.
+
+    With the RMS that AdamW's updates have, both share one learning rate and weight
+    decay (Moonlight report, arXiv 2502.16982, Sec. 2.2).
+    """
 
     def scale(update: jax.Array, axes: MuonDimensionNumbers) -> jax.Array:
-        sides = [math.prod(update.shape[i] for i in _axes(a)) for a in axes]
-        return update * (_UPDATE_RMS * math.sqrt(max(sides)))
+        return update * (rms * math.sqrt(max(_sides(update.shape, axes))))
 
     return optax.stateless(lambda updates, _: jax.tree.map(scale, updates, dimensions))
 
 
-def _axes(axis: int | Sequence[int]) -> Sequence[int]:
-    return (axis,) if isinstance(axis, int) else axis
+def _sides(shape: Sequence[int], axes: MuonDimensionNumbers) -> list[int]:
+    """[m, n] of the matrices in an array of `shape`."""
+    both = ((axis,) if isinstance(axis, int) else axis for axis in axes)
+    return [math.prod(shape[i] for i in side) for side in both]

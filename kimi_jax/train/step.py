@@ -19,8 +19,9 @@ from kimi_jax import config
 from kimi_jax.modules import transformer
 from kimi_jax.ops import balancing
 from kimi_jax.ops.cross_entropy import chunked_cross_entropy
-from kimi_jax.train import optimizer
+from kimi_jax.train import optimizer, qk_clip
 from kimi_jax.train.batch import Batch
+from kimi_jax.train.groups import rms_by_group
 
 
 class State(NamedTuple):
@@ -66,6 +67,7 @@ def make_loss(cfg: config.Config) -> Callable[..., tuple[jax.Array, Any]]:
             batch.tokens_BT,
             batch.segment_ids_BT,
             remat=cfg.train.remat,
+            max_logits=cfg.optimizer.qk_clip is not None,
         )
         stats = traverse_util.flatten_dict(out.stats, sep="/")
         loss_sum, losses_N = token_losses(cfg, out, batch)
@@ -100,7 +102,9 @@ def make_train_step(
     """(state, batch) -> (state, metrics). A step that is not finite changes nothing.
 
     Metrics: loss (nats a predicted token), gradient_norm, predicted (tokens), finite,
-    and stats (expert loads and mean depth weights by name, still stacked by scan).
+    groups (scalars by name: RMS of the gradients and of the updates, and what QK-clip
+    saw; gradients before the clipping, updates with rate and decay), and stats (expert
+    loads, mean depth weights and largest logits by name, still stacked by scan).
     """
     grad = jax.grad(make_loss(cfg), has_aux=True)
 
@@ -119,9 +123,17 @@ def make_train_step(
         micro = jax.tree.map(lambda x: _split(x, cfg.train.micro_batches), batch)
         (grads, nats, stats), listed = _sum_scan(of_micro_batch, micro)
         updates, opt_state = transform.update(grads, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        groups = rms_by_group(grads, "gradient_rms")
+        groups |= rms_by_group(updates, "update_rms")
+        max_logits = _max_logits(listed)
+        if cfg.optimizer.qk_clip is not None:
+            tau = cfg.optimizer.qk_clip
+            params = qk_clip.clip(cfg.model, params, max_logits, tau)
+            groups |= qk_clip.summary(max_logits, tau)
         new = State(
             state.step + 1,
-            optax.apply_updates(state.params, updates),
+            params,
             _update_balance(cfg.model.moe, state.balance, stats | listed),
             opt_state,
         )
@@ -133,7 +145,8 @@ def make_train_step(
             "gradient_norm": norm,
             "predicted": totals.predicted,
             "finite": finite,
-            "stats": _monitored(stats, cfg.train.micro_batches),
+            "groups": groups,
+            "stats": _monitored(stats, cfg.train.micro_batches) | max_logits,
         }
         return new, metrics
 
@@ -179,7 +192,17 @@ def _sum_scan(function: Callable[[Any], tuple[Any, Any]], xs: Any) -> tuple[Any,
 
 
 def _is_listed(name: str) -> bool:
-    return balancing.reduction(name.rsplit("/", 1)[-1]) == "concat"
+    concatenated = balancing.reduction(name.rsplit("/", 1)[-1]) == "concat"
+    return concatenated or name.endswith(qk_clip.STATISTIC)
+
+
+def _max_logits(listed: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The largest logits over the micro-batches, of the layers that report them."""
+    return {
+        name: jnp.max(x, axis=0)
+        for name, x in listed.items()
+        if name.endswith(qk_clip.STATISTIC)
+    }
 
 
 def _update_balance(moe: config.MoE, balance: Any, stats: dict[str, jax.Array]) -> Any:

@@ -10,7 +10,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kimi_jax.ops.attention import attention, attention_reference
+from kimi_jax.ops.attention import (
+    attention,
+    attention_reference,
+    attention_with_max_logits,
+)
 
 SCALE = 0.3
 # One row of each kind: packed, padded at both ends, an id that returns, one document.
@@ -62,6 +66,50 @@ def test_value_and_gradient_match_the_reference(T, block_size, packed):
         got = runner(attention, block_size=block_size)(*args, ids)
         assert got[0].dtype == jnp.float64
         chex.assert_trees_all_close(got, reference(*args, ids), atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("block_size", [4, 64])
+def test_max_logits_are_those_that_the_softmax_sees(block_size):
+    """Not padding, no other document, no later token; the output and gradients stay."""
+    q, k, v, do = draw(33)
+    q[IDS == 0] *= 100  # padding that would win
+    loops = np.full(6, -np.inf)
+    for b, t, h in np.ndindex(4, 33, 6):
+        start = t
+        while start > 0 and IDS[b, start - 1] == IDS[b, t]:
+            start -= 1
+        if IDS[b, t] > 0:
+            scores = SCALE * k[b, start : t + 1, h // 3] @ q[b, t, h]
+            loops[h] = max(loops[h], scores.max())
+
+    with jax.enable_x64(True):
+        options = {"scale": SCALE, "segment_ids_BT": IDS, "block_size": block_size}
+
+        @jax.jit
+        def run(q, k, v, do):
+            watched = partial(attention_with_max_logits, **options)
+            o, pull, max_H = jax.vjp(watched, q, k, v, has_aux=True)
+            return (o, pull(do)), max_H
+
+        got, max_H = run(q, k, v, do)
+        np.testing.assert_allclose(max_H, loops, rtol=1e-13)
+        assert len(set(loops)) == 6
+        plain = runner(attention, block_size=block_size)(q, k, v, do, IDS)
+        chex.assert_trees_all_close(got, plain, atol=1e-13, rtol=0)
+
+
+def test_max_logits_carry_no_gradient_and_padding_has_none():
+    q, k, v, _ = draw(8, dtype=np.float32)
+
+    @jax.jit
+    @jax.value_and_grad
+    def run(q, ids):
+        _, max_H = attention_with_max_logits(q, k, v, scale=1.0, segment_ids_BT=ids)
+        return jnp.max(max_H)
+
+    largest, grad = run(q, jnp.ones((4, 8), jnp.int32))
+    assert largest > 0 and not np.any(grad)
+    assert run(q, jnp.zeros((4, 8), jnp.int32))[0] == -np.inf
 
 
 def test_packed_equals_separate():
@@ -187,6 +235,8 @@ def test_no_array_is_quadratic_in_time(packed):
     run = runner(attention, block_size=C)
     assert made(reference) >= whole  # the probe sees what it should
     assert made(run) <= 4 * H * C * C
+    watched = partial(attention_with_max_logits, scale=SCALE, block_size=C)
+    assert made(lambda q, k, v, _, ids: watched(q, k, v, segment_ids_BT=ids)) < whole
     compiled = run.lower(*args, ids).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < whole / 2
 

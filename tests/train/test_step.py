@@ -1,14 +1,20 @@
 """The step does not depend on how a batch is split, and balances once a step."""
 
+import dataclasses
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from kimi_jax import canonical, sharding
+from kimi_jax.train import qk_clip
 from kimi_jax.train.batch import Batch
 from kimi_jax.train.step import (
+    State,
     init_state,
     make_eval_step,
     make_train_step,
@@ -75,19 +81,108 @@ def test_every_balancing_method_steps(method):
         assert slots == tokens * cfg.model.moe.num_active
 
 
+def documents(packed):
+    """Eight documents, a row each, or packed into four rows; 16 rows in all."""
+    rng = np.random.default_rng(0)
+    lengths = [9, 6, 9, 14, 10, 3, 20, 4]
+    rows = [(0, 1, 2), (3, 4), (6, 7), (5,)] if packed else [(i,) for i in range(8)]
+    tokens, targets, segment_ids = np.zeros((3, 16, 24), np.int32)
+    weights = np.zeros((16, 24))
+    texts = [rng.integers(0, 256, n + 1) for n in lengths]
+    for row, members in enumerate(rows):
+        at = 0
+        for number, i in enumerate(members, start=1):
+            here = row, slice(at, at + lengths[i])
+            tokens[here], targets[here] = texts[i][:-1], texts[i][1:]
+            segment_ids[here], weights[here] = number, 1.0
+            at += lengths[i]
+    return Batch(*map(jnp.asarray, (tokens, targets, segment_ids, weights)))
+
+
+TAU = 0.9  # between the largest logits of the two heads below
+
+
+@pytest.fixture
+def first_step():
+    """A function: (batch, micro-batches, devices) -> the step from one state."""
+    cfg = tiny.make(
+        "model.dtype=float64",
+        "model.num_layers=2",
+        "model.attention=kda,mla",
+        "model.residual.block_size=1",
+        "model.moe.balancing.method=quantile_exact",
+        "optimizer.kind=adamw",
+        f"optimizer.qk_clip={TAU}",
+        "train.batch_size=16",
+    )
+    # Its trace is the gradient, and it is quick to compile; optimizers are functions of
+    # the gradient and have tests of their own.
+    transform = optax.sgd(0.1, momentum=0.9)
+
+    @functools.cache
+    def program(micro, devices):
+        changes = {"train": {"micro_batches": micro}, "mesh": {"data": devices}}
+        own = dataclasses.replace(
+            cfg,
+            **{
+                k: dataclasses.replace(getattr(cfg, k), **v) for k, v in changes.items()
+            },
+        )
+        return sharding.make_mesh(own), jax.jit(
+            make_train_step(own, transform),
+            # It runs twice at most, and most of its time is LLVM's.
+            compiler_options={"xla_backend_optimization_level": 0},
+        )
+
+    def run(batch, micro=1, devices=1):
+        mesh, step = program(micro, devices)
+        variables = tiny.variables(cfg.model)
+        params, balance = variables["params"], variables["balance"]
+        start = State(jnp.int32(0), params, balance, transform.init(params))
+        start = jax.device_put(start, sharding.replicated(mesh))
+        return start, *step(start, jax.device_put(batch, sharding.by_rows(mesh)))
+
+    with jax.enable_x64(True):
+        yield cfg.model, run
+
+
+def decided(metrics):
+    """All metrics but the mean depth weights, which weigh micro-batches alike."""
+    stats = metrics["stats"]
+    stats = {k: x for k, x in stats.items() if not k.endswith("/depth_weights")}
+    return metrics | {"stats": stats}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["quantile", "quantile_exact"])
-def test_neither_micro_batches_nor_devices_change_a_step(method):
-    """The loss and gradient to rounding, and biases by what rounding moves them."""
-    common = (*SMALL, f"model.moe.balancing.method={method}", "optimizer.kind=adamw")
-    one, metrics = run(tiny.make(*common))
-    split = tiny.make(*common, "train.micro_batches=2")
-    meshed = tiny.make(*common, "mesh.data=4")
-    for cfg, mesh in ((split, None), (meshed, sharding.make_mesh(meshed))):
-        state, other = run(cfg, mesh=mesh)
-        for name in ("loss", "gradient_norm"):
-            np.testing.assert_allclose(metrics[name], other[name], rtol=2e-5)
-        chex.assert_trees_all_close(one.balance, state.balance, rtol=0, atol=1e-5)
+def test_nothing_but_the_tokens_decides_a_step(first_step):
+    """Neither micro-batches nor packing nor devices change a number, in float64.
+
+    That is the loss, the gradients, the parameters, the router biases, the loads, and
+    the largest logits, by which QK-clip scales one head of two.
+    """
+    model, run = first_step
+    separate = documents(packed=False)
+    start, one, metrics = run(separate)
+    for name, (_, state, other) in {
+        "packed": run(documents(packed=True)),
+        "2 micro-batches, 8 devices": run(separate, micro=2, devices=8),
+        "4 micro-batches, 4 devices": run(separate, micro=4, devices=4),
+    }.items():
+        chex.assert_trees_all_close(
+            (one, decided(metrics)),
+            (state, decided(other)),
+            rtol=1e-10,
+            atol=1e-12,
+            custom_message=name,
+        )
+
+    (name,) = logits = {
+        k: x for k, x in metrics["stats"].items() if k.endswith(qk_clip.STATISTIC)
+    }
+    assert metrics["groups"]["qk_clip/heads"] == 1
+    plain = jax.tree.map(lambda p, g: p - 0.1 * g, start.params, one.optimizer[0].trace)
+    clipped = qk_clip.clip(model, plain, logits, TAU)
+    chex.assert_trees_all_close(clipped, one.params, rtol=0, atol=1e-14)
 
 
 @pytest.mark.slow
