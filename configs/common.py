@@ -12,13 +12,25 @@ def base() -> ConfigDict:
         {
             "name": "base",
             "model": model(),
-            "data": {"path": "", "validation_fraction": 0.05, "seed": 0},
+            "data": data(),
             "optimizer": optimizer(),
             "train": train(),
             "sample": {"prompt": "KING", "num_tokens": 200, "temperature": 0.8},
             "mesh": {"data": 1},
         }
     )
+
+
+def data() -> dict:
+    return {
+        "path": "",
+        "validation_fraction": 0.05,
+        "seed": 0,
+        "packing": "split",
+        "mixture": (),
+        "strata": (),
+        "strata_mixture": (),
+    }
 
 
 def model() -> dict:

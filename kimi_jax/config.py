@@ -148,6 +148,16 @@ class Data:
     path: str  # a .txt, .jsonl or directory; empty: the default corpus
     validation_fraction: float
     seed: int
+    # "split" joins documents and cuts every seq_len; "best_fit" keeps them whole.
+    packing: Literal["split", "best_fit"]
+    # Rows of (fraction, weight of each source): from this fraction of the run on.
+    # Empty: sources are read in proportion to their text.
+    mixture: tuple[tuple[float, ...], ...]
+    # Boundaries of document length, in tokens, <bos> and <eod> included; n boundaries
+    # make n + 1 strata, which are packed apart.
+    strata: tuple[int, ...]
+    # As `mixture`, with a weight for each stratum. Empty: natural proportions.
+    strata_mixture: tuple[tuple[float, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)

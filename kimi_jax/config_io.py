@@ -20,6 +20,9 @@ from kimi_jax import config as schema
 from kimi_jax import config_rules
 from kimi_jax.errors import UserError
 
+# Of a tuple of these; of anything else, a tuple of tuples is the example.
+_EXAMPLES = {str: "('a', 'b')", int: "(512, 4096)", float: "(0.0, 1.0)"}
+
 
 class ConfigError(UserError):
     """One or more problems of a config; `problems` holds a line for each."""
@@ -63,7 +66,9 @@ def _plain(values: Any) -> Any:
         values = values.to_dict()
     if isinstance(values, Mapping):
         return {key: _plain(value) for key, value in values.items()}
-    return tuple(values) if isinstance(values, list) else values
+    if isinstance(values, list | tuple):
+        return tuple(map(_plain, values))
+    return values
 
 
 def _types(cls: type) -> dict[str, Any]:
@@ -117,20 +122,27 @@ def _parse(kind: Any, text: str) -> Any:
         inner = [arg for arg in typing.get_args(kind) if arg is not type(None)]
         return _parse(inner[0], text)
     if origin is tuple:
-        items = text.strip().strip("()[]").split(",")
         item_kind = typing.get_args(kind)[0]
+        if typing.get_origin(item_kind) is tuple:
+            return _plain(_literal(text))
+        items = text.strip().strip("()[]").split(",")
         return tuple(_parse(item_kind, i.strip(" '\"")) for i in items if i.strip())
     if kind is str or origin is typing.Literal:
         return text
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+    value = _literal(text)
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)  # 1e3 is a fine way to write a step count
     return value
+
+
+def _literal(text: str) -> Any:
+    """The Python value that `text` spells, or `text` itself."""
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _build(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
@@ -153,7 +165,8 @@ def _build(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
     if origin is tuple:
         item_kind = typing.get_args(kind)[0]
         if not isinstance(value, tuple):
-            problems.append(f"{path}={value!r}: must be a tuple, such as ('a', 'b')")
+            example = _EXAMPLES.get(item_kind, "((0.0, 1.0),)")
+            problems.append(f"{path}={value!r}: must be a tuple, such as {example}")
             return None
         return tuple(
             _build(item_kind, item, f"{path}[{i}]", problems)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from kimi_jax.config import (
     Balancing,
     Config,
+    Data,
     Model,
     MoE,
     Optimizer,
@@ -27,6 +30,7 @@ def check(config: Config) -> list[str]:
     problems += _train(config.train)
     problems += _optimizer(config.optimizer, kinds)
     problems += _data(config)
+    problems += _mixtures(config.data)
     return problems
 
 
@@ -250,3 +254,49 @@ def _data(config: Config) -> Iterator[str]:
         )
     if config.sample.temperature < 0.0:
         yield f"config.sample.temperature={config.sample.temperature}: must be >= 0"
+
+
+def _mixtures(data: Data) -> Iterator[str]:
+    strata = data.strata
+    if any(low >= high for low, high in zip((0, *strata), strata, strict=False)):
+        yield (
+            f"config.data.strata={strata}: boundaries must be at least 1 and increase, "
+            f"such as {tuple(sorted({max(1, size) for size in strata}))}"
+        )
+    if data.strata_mixture and not strata:
+        yield (
+            "config.data.strata_mixture: there are no strata to weigh; set "
+            "config.data.strata to boundaries in tokens, such as (4096,)"
+        )
+    yield from _mixture("mixture", data.mixture, None)
+    yield from _mixture("strata_mixture", data.strata_mixture, len(strata) + 1)
+
+
+def _mixture(
+    name: str, rows: tuple[tuple[float, ...], ...], parts: int | None
+) -> Iterator[str]:
+    """Rules of a schedule of weights; `parts` weights a row, None: any equal number."""
+    where = f"config.data.{name}"
+    if rows and parts is None:
+        parts = max(1, len(rows[0]) - 1)
+    fractions = [row[0] for row in rows if row]
+    rising = all(low < high for low, high in itertools.pairwise(fractions))
+    if fractions and not (fractions[0] == 0.0 and rising and fractions[-1] < 1.0):
+        yield (
+            f"{where}: rows begin at {fractions} of the run; the first must begin at "
+            "0.0, the others later and later, below 1.0"
+        )
+    for i, row in enumerate(rows):
+        weights = row[1:]
+        if len(weights) != parts:
+            yield (
+                f"{where}[{i}]={row}: must be (fraction, {parts} weights), has "
+                f"{len(weights)} weights"
+            )
+        elif not all(weight >= 0.0 and math.isfinite(weight) for weight in weights):
+            yield f"{where}[{i}]={row}: weights must be numbers of 0 or more"
+        elif not sum(weights) > 0.0:
+            yield (
+                f"{where}[{i}]={row}: the weights sum to zero; give one of them a "
+                "positive weight"
+            )

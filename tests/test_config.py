@@ -1,5 +1,7 @@
 """Every complaint about a config names the field, the value and the fix."""
 
+import json
+
 import pytest
 
 from kimi_jax import config_io
@@ -42,6 +44,24 @@ def test_all_problems_are_reported_at_once():
         ("model.width=0", "must be at least 1"),
         ("mesh.data=3", "does not divide the 4 rows"),
         ("data.validation_fraction=1.0", "between 0 and 1"),
+        ("data.packing=best", "did you mean 'best_fit'?"),
+        ("data.strata=512,512", "must be at least 1 and increase, such as (512,)"),
+        ("data.strata=0,512", "must be at least 1 and increase, such as (1, 512)"),
+        ("data.strata=a", "config.data.strata[0]='a': must be int"),
+        ("data.strata_mixture=((0.0, 1.0),)", "no strata to weigh"),
+        ("data.mixture=0.5", "must be a tuple, such as ((0.0, 1.0),)"),
+        ("data.mixture=0,0.5", "[0]=0: must be a tuple, such as (0.0, 1.0)"),
+        ("data.mixture=((0, 1, 2)", "must be a tuple"),
+        ("data.mixture=((0, 1, '2'),)", "mixture[0][2]='2': must be float"),
+        ("data.mixture=((),)", "must be (fraction, 1 weights), has 0"),
+        ("data.mixture=((0.0,),)", "must be (fraction, 1 weights), has 0"),
+        ("data.mixture=((0.0, 1, 2), (0.5, 1))", "(fraction, 2 weights), has 1"),
+        ("data.mixture=((0.0, 1, -1),)", "weights must be numbers of 0 or more"),
+        ("data.mixture=((0.0, 1, 1e999),)", "weights must be numbers of 0 or more"),
+        ("data.mixture=((0.0, 0, 0),)", "the weights sum to zero; give one of them"),
+        ("data.mixture=((0.1, 1),)", "the first must begin at 0.0"),
+        ("data.mixture=((0.0, 1), (0.0, 1))", "the others later and later"),
+        ("data.mixture=((0.0, 1), (1.0, 1))", "below 1.0"),
         ("optimizer.learning_rate=0", "must be positive"),
         ("optimizer.muon_update_rms=0", "must be positive"),
         ("optimizer.momentum_dtype=float16", "'bfloat16'"),
@@ -80,6 +100,21 @@ def test_traps_of_config_dicts():
     assert tiny.make("train.steps=1e3").train.steps == 1000
 
 
+def test_tables_of_numbers():
+    rows = "((0.0, 0.7, 0.3), (0.5, 1, 1))"
+    data = tiny.make(f"data.mixture={rows}", "data.strata=(512, 4096)").data
+    assert data.mixture == ((0.0, 0.7, 0.3), (0.5, 1.0, 1.0))
+    assert all(type(value) is float for row in data.mixture for value in row)
+    assert data.strata == (512, 4096)
+    assert tiny.make(f"data.mixture={rows}", "data.mixture=()").data.mixture == ()
+    for spelling in ("[[0, 2, 1]]", "((0, 2, 1),)", " ((0.0, 2.0, 1.0),) "):
+        assert tiny.make(f"data.mixture={spelling}").data.mixture == ((0, 2, 1),)
+    strata = ("data.strata=9", "data.strata_mixture=((0, 1, 3),)")
+    assert tiny.make(*strata).data.strata_mixture == ((0.0, 1.0, 3.0),)
+    found = problems("data.strata=9", "data.strata_mixture=((0, 1, 3, 1),)")
+    assert "strata_mixture[0]=(0.0, 1.0, 3.0, 1.0): must be (fraction, 2" in found[0]
+
+
 def test_replaced_section_and_missing_field_in_a_file():
     def replace(values):
         del values.model.mla, values.model.kda
@@ -91,8 +126,10 @@ def test_replaced_section_and_missing_field_in_a_file():
 
 
 def test_round_trip_through_plain_values():
-    config = tiny.make()
-    assert config_io.from_dict(config_io.to_dict(config)) == config
+    config = tiny.make("data.mixture=((0, 1, 2), (0.5, 1, 0))", "data.strata=64")
+    values = config_io.to_dict(config)
+    assert config_io.from_dict(values) == config
+    assert config_io.from_dict(json.loads(json.dumps(values))) == config
 
 
 def test_layer_patterns():

@@ -1,32 +1,35 @@
-"""Batches by step: `source[step]` is a pure function of the text, the seed and step.
+"""Batches by step: `source[step]` is a pure function of the text, the config and step.
 
 A checkpoint therefore needs only the step to continue with exactly the batches that
-an uninterrupted run would have seen. grain reads ahead in a thread (`iterate`);
-without grain the same batches are made in the loop itself.
+an uninterrupted run would have seen, on any number of hosts: each reads its own rows.
+grain reads ahead in a thread (`iterate`); without grain the same batches are made in
+the loop itself.
 
-    data = load_data(path, ...)         text, tokens, split, and their figures
+    data = make_data(stores, ...)       split, packing, mixture, and their figures
     for batch in iterate(data.train, start_step, stop_step): ...
+    for batch in iterate(Reader(data.train, 1, 4), start_step, stop_step): ...
     for batch in iterate(data.validation, 0, len(data.validation)): ...
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kimi_jax.data.corpus import load_corpus, split_documents
+from kimi_jax.config import Config
+from kimi_jax.data import mixture, statistics
+from kimi_jax.data.corpus import load_corpus
+from kimi_jax.data.documents import Documents, TokenStore, hold_out, memory_store
+from kimi_jax.data.parts import make_cells, make_pools
+from kimi_jax.data.permutation import permute
 from kimi_jax.data.tokenizer import ByteTokenizer
-from kimi_jax.data.windows import (
-    Batch,
-    join_documents,
-    num_windows,
-    packed_window,
-    padding_window,
-    permute,
-)
+from kimi_jax.data.windows import Batch, Pool, pack, padding_batch
+
+UNIGRAM_TOKENS = 2**22
 
 
 class Source(Protocol):
@@ -35,159 +38,270 @@ class Source(Protocol):
     def __getitem__(self, step: int) -> Batch: ...
 
 
+class SharedSource(Protocol):
+    """A source whose batches can be made in shares of rows, by any number of hosts."""
+
+    def rows(self, step: int, reader: int, readers: int) -> Batch: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """The rows that reader `reader` of `readers` makes of every batch of `source`.
+
+    The readers' rows, joined in their order, are the batch, whatever their number.
+    """
+
+    source: SharedSource
+    reader: int
+    readers: int
+
+    def __getitem__(self, step: int) -> Batch:
+        return self.source.rows(step, self.reader, self.readers)
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainBatches:
     """Shuffled batches without end: `self[step]` for any step >= 0.
 
-    Windows are dealt out epoch after epoch, each in an order of its own; a batch may
-    hold the end of one epoch and the start of the next. A batch is a dict of
-    [batch_size, length] arrays: see `packed_window`.
+    `schedule` says which part each row comes from. The windows of a part are dealt out
+    epoch after epoch, each in an order of its own: its k-th row is window
+    permute(k mod n, n, seed, k div n, part) of its n. A batch is a dict of
+    [batch_size, T] arrays: see `padding_batch`.
+
+    Args:
+      parts: the windows of each part, all of one length.
 
     Raises:
       ValueError: a size below 1, a negative seed, or a batch larger than an epoch.
     """
 
-    stream_N: np.ndarray
+    parts: tuple[Pool, ...]
+    schedule: mixture.Schedule
     batch_size: int
-    length: int
     seed: int
 
     def __post_init__(self) -> None:
-        _check_sizes(self.batch_size, self.length)
+        _check_sizes(self.batch_size, self.parts[0].length)
         if self.seed < 0:
             raise ValueError(f"seed={self.seed}, expected 0 or more")
-        if self.batch_size > self.num_windows:
+        if self.batch_size > self.windows:
             raise ValueError(
-                f"batch_size={self.batch_size} rows of seq_len={self.length} tokens, "
-                f"but the {len(self.stream_N):,} training tokens fill only "
-                f"{self.num_windows} rows; lower config.train.batch_size to "
-                f"{self.num_windows}, lower config.train.seq_len, or add text"
+                f"batch_size={self.batch_size} rows of "
+                f"seq_len={self.parts[0].length} tokens, but the training text fills "
+                f"only {self.windows} rows; lower config.train.batch_size to "
+                f"{self.windows}, lower config.train.seq_len, or add text"
             )
 
     @property
-    def num_windows(self) -> int:
-        """Windows an epoch."""
-        return num_windows(self.stream_N, self.length)
+    def windows(self) -> int:
+        """Windows of all parts together."""
+        return sum(pool.windows for pool in self.parts)
 
     def __getitem__(self, step: int) -> Batch:
+        return self.rows(step, 0, 1)
+
+    def rows(self, step: int, reader: int, readers: int) -> Batch:
+        """The rows of batch `step` that are `reader`'s, [batch_size / readers, T].
+
+        Raises:
+          IndexError: the step is negative.
+          ValueError: the rows cannot be dealt out evenly, or there is no such reader.
+        """
         if step < 0:
             raise IndexError(f"step {step}, expected 0 or more")
-        size = self.num_windows
-        # Without the offset of the first epoch a late step would not fit in int64.
-        epoch, first = divmod(step * self.batch_size, size)
-        order_B = first + np.arange(self.batch_size)
-        windows_B = np.where(
-            order_B < size,
-            permute(order_B % size, size, self.seed, epoch),
-            permute(order_B % size, size, self.seed, epoch + 1),
-        )
-        return _stack([packed_window(self.stream_N, i, self.length) for i in windows_B])
+        mine = _share(self.batch_size, reader, readers)
+        index_B = step * self.batch_size + np.arange(mine.start, mine.stop)
+        part_B, count_B = self.schedule.rows(index_B, self.seed)
+        first = self.parts[0]
+        batch = padding_batch(len(index_B), first.length, first.pad)
+        for part in np.unique(part_B).tolist():
+            row_B = np.flatnonzero(part_B == part)
+            self.parts[part].write(batch, row_B, self._windows(part, count_B[row_B]))
+        return batch
+
+    def _windows(self, part: int, count_B: np.ndarray) -> np.ndarray:
+        """The windows that a part gives for its rows number `count_B`."""
+        size = self.parts[part].windows
+        epoch_B, place_B = np.divmod(count_B, size)
+        window_B = np.empty_like(place_B)
+        for epoch in np.unique(epoch_B).tolist():
+            mine = epoch_B == epoch
+            window_B[mine] = permute(place_B[mine], size, self.seed, epoch, part)
+        return window_B
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalBatches:
     """Batches in reading order, each window once; the last batch is filled up.
 
-    Filling rows are padding: segment 0, weight 0. With `max_batches` below the number
-    of batches, that many windows are taken at even distances over the whole text.
+    The documents of all sources are joined and split, however training packs them, so
+    that the losses of runs that pack differently can be compared. Filling rows are
+    padding: segment 0, weight 0. With `max_batches` below the number of batches, that
+    many windows are taken at even distances over the whole text.
 
     Raises:
       ValueError: a size below 1.
     """
 
-    stream_N: np.ndarray
+    sources: tuple[Documents, ...]
     batch_size: int
     length: int
     max_batches: int
+    pad: int
 
     def __post_init__(self) -> None:
         _check_sizes(self.batch_size, self.length, self.max_batches)
 
-    @property
+    @functools.cached_property
+    def pool(self) -> Pool:
+        """All windows of the held-out text."""
+        packed = tuple(pack(source, self.length, "split") for source in self.sources)
+        return Pool(packed, self.length, self.pad)
+
+    @functools.cached_property
     def windows(self) -> np.ndarray:
         """Indices of the windows that are read, ascending."""
-        available = num_windows(self.stream_N, self.length)
+        available = self.pool.windows
         used = min(available, self.max_batches * self.batch_size)
         return np.arange(used) * available // used
+
+    def at(self, length: int, batch_size: int) -> EvalBatches:
+        """The same text in windows of another length, such as a multiple of this."""
+        return dataclasses.replace(self, length=length, batch_size=batch_size)
 
     def __len__(self) -> int:
         return -(-len(self.windows) // self.batch_size)
 
     def __getitem__(self, step: int) -> Batch:
+        return self.rows(step, 0, 1)
+
+    def rows(self, step: int, reader: int, readers: int) -> Batch:
+        """The rows of batch `step` that are `reader`'s, [batch_size / readers, T].
+
+        Raises:
+          IndexError: there is no such batch.
+          ValueError: the rows cannot be dealt out evenly, or there is no such reader.
+        """
         if not 0 <= step < len(self):
             raise IndexError(f"batch {step} of {len(self)}; indices count from 0")
+        mine = _share(self.batch_size, reader, readers)
         chosen = self.windows[step * self.batch_size :][: self.batch_size]
-        rows = [packed_window(self.stream_N, i, self.length) for i in chosen]
-        rows += [padding_window(self.length)] * (self.batch_size - len(rows))
-        return _stack(rows)
+        return self.pool.read(chosen[mine.start : mine.stop], len(mine))
 
 
 class Data(NamedTuple):
-    """A corpus made ready for training."""
+    """Text made ready for training."""
 
     train: TrainBatches
     validation: EvalBatches
     tokenizer: ByteTokenizer
     summary: dict[str, str | int | float]
+    statistics: list[statistics.Statistics]
 
 
-def load_data(
-    path: str,
-    *,
-    validation_fraction: float,
-    seed: int,
-    batch_size: int,
-    length: int,
-    steps: int,
-    eval_batches: int,
-) -> Data:
-    """Reads, splits and tokenizes a corpus.
+def load_data(cfg: Config) -> Data:
+    """`make_data` of the corpus at `cfg.data.path`, by the byte tokenizer.
 
-    Args:
-      path: see `load_corpus`; "" is the default corpus.
-      validation_fraction: share of the documents held out.
-      seed: of the split and of the order.
-      batch_size: rows a batch, for training and evaluation.
-      length: T, tokens a row.
-      steps: of the whole run; only for the number of epochs in the summary.
-      eval_batches: most batches that one evaluation reads.
-
-    Returns:
-      Batches, tokenizer, and a summary for people: source, documents, skipped,
-      train_tokens, validation_tokens, windows (of training, an epoch), epochs (in
-      `steps`), unigram_bits_per_byte (of the validation text).
+    The summary has two more entries: source and skipped.
 
     Raises:
-      ValueError: see `load_corpus`, `split_documents`, `TrainBatches`.
+      ValueError: see `load_corpus` and `make_data`.
     """
-    corpus = load_corpus(path)
-    split = split_documents(corpus.documents, validation_fraction, seed)
+    corpus = load_corpus(cfg.data.path)
     tokenizer = ByteTokenizer()
-    train_N = join_documents(split.train, tokenizer)
-    validation_N = join_documents(split.validation, tokenizer)
-    train = TrainBatches(train_N, batch_size, length, seed)
-    validation = EvalBatches(validation_N, batch_size, length, eval_batches)
-    summary: dict[str, str | int | float] = {
-        "source": corpus.source,
-        "documents": len(corpus.documents),
-        "skipped": corpus.skipped,
-        "train_tokens": len(train_N),
-        "validation_tokens": len(validation_N),
-        "windows": train.num_windows,
-        "epochs": steps * batch_size / train.num_windows,
-        "unigram_bits_per_byte": unigram_entropy(validation_N),
-    }
-    return Data(train, validation, tokenizer, summary)
+    store = memory_store(corpus.documents, tokenizer)
+    data = make_data([store], [corpus.source], tokenizer, cfg)
+    summary = {"source": corpus.source, "skipped": corpus.skipped, **data.summary}
+    return data._replace(summary=summary)
 
 
-def unigram_entropy(stream_N: np.ndarray) -> float:
-    """Entropy of the byte frequencies, in bits a byte; specials do not count.
+def make_data(
+    stores: Sequence[TokenStore],
+    names: Sequence[str],
+    tokenizer: ByteTokenizer,
+    cfg: Config,
+) -> Data:
+    """Splits, packs and mixes the documents of `stores`.
 
-    What a model reaches that knows how often each byte occurs and nothing else.
+    Args:
+      stores: one a source, in the order of the weights in `cfg.data.mixture`.
+      names: of the sources, for people.
+      tokenizer: the one that made the stores.
+
+    Returns:
+      Batches, tokenizer, the statistics of every cell, and a summary for people:
+      documents, train_tokens, validation_tokens, windows (of training, an epoch),
+      epochs (in the run, over all text), unigram_bits_per_byte (of the validation
+      text).
+
+    Raises:
+      ValueError: see `hold_out`, `make_pools`, `make_schedule`, `TrainBatches`; or the
+        mixture has another number of weights than there are sources.
     """
-    counts_W = np.bincount(stream_N)[:256]
-    p_W = counts_W[counts_W > 0] / counts_W.sum()
-    return float(-(p_W * np.log2(p_W)).sum())
+    data, train = cfg.data, cfg.train
+    if data.mixture and len(data.mixture[0]) != 1 + len(stores):
+        raise ValueError(
+            f"config.data.mixture has {len(data.mixture[0]) - 1} weights in a row for "
+            f"{len(stores)} sources; write (fraction, one weight for each source)"
+        )
+    splits = [hold_out(store, data.validation_fraction, data.seed) for store in stores]
+    cells = make_cells([s.train for s in splits], names, data, train.seq_len)
+    phases = mixture.combine(data.mixture, data.strata_mixture)
+    run_rows = train.steps * train.batch_size
+    schedule = mixture.make_schedule(phases, run_rows)
+    pools = make_pools(cells, phases, train.seq_len, tokenizer.pad)
+    batches = TrainBatches(pools, schedule, train.batch_size, data.seed)
+    validation = EvalBatches(
+        tuple(split.validation for split in splits),
+        train.batch_size,
+        train.seq_len,
+        train.eval_batches,
+        tokenizer.pad,
+    )
+    train_N, validation_N = (
+        sum(int(side.sizes_D.sum()) for side in sides)
+        for sides in zip(*splits, strict=True)
+    )
+    summary: dict[str, str | int | float] = {
+        "documents": sum(store.documents for store in stores),
+        "train_tokens": train_N,
+        "validation_tokens": validation_N,
+        "windows": batches.windows,
+        "epochs": run_rows / batches.windows,
+        "unigram_bits_per_byte": unigram_entropy(validation, tokenizer.bytes_per_token),
+    }
+    figures = statistics.measure(cells, schedule, run_rows, train.seq_len)
+    return Data(batches, validation, tokenizer, summary, figures)
+
+
+def unigram_entropy(source: EvalBatches, bytes_W: np.ndarray) -> float:
+    """Entropy of the token frequencies, in bits a byte; specials do not count.
+
+    What a model reaches that knows how often each token occurs and nothing else. At
+    most 4M tokens are counted, in windows at even distances.
+
+    Args:
+      bytes_W: bytes of text that each token stands for; 0 for specials.
+
+    Raises:
+      ValueError: the text is empty.
+    """
+    most = max(1, UNIGRAM_TOKENS // (64 * source.length))
+    text = dataclasses.replace(source, batch_size=64, max_batches=most)
+    counts_W = np.zeros(len(bytes_W), np.int64)
+    for step in range(len(text)):
+        batch = text[step]
+        targets_N = batch["targets"][batch["weights"] > 0]
+        counts_W += np.bincount(targets_N, minlength=len(bytes_W))
+    counts_W[bytes_W == 0] = 0
+    if not counts_W.any():
+        raise ValueError(
+            "the documents held out for validation are empty; raise "
+            "config.data.validation_fraction or add text"
+        )
+    seen_W = counts_W > 0
+    p_W = counts_W[seen_W] / counts_W.sum()
+    return float(-(p_W * np.log2(p_W)).sum() / (p_W * bytes_W[seen_W]).sum())
 
 
 def iterate(
@@ -218,5 +332,14 @@ def _check_sizes(*sizes: int) -> None:
         )
 
 
-def _stack(rows: list[Batch]) -> Batch:
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+def _share(batch_size: int, reader: int, readers: int) -> range:
+    """The rows of a batch that are `reader`'s."""
+    if not 0 <= reader < readers:
+        raise ValueError(f"reader {reader} of {readers}; readers count from 0")
+    if batch_size % readers:
+        raise ValueError(
+            f"batch_size={batch_size} rows cannot be dealt out to {readers} readers "
+            f"evenly; set config.train.batch_size to a multiple of {readers}"
+        )
+    size = batch_size // readers
+    return range(reader * size, (reader + 1) * size)

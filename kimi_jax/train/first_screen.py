@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 from rich.console import Console
 
 from kimi_jax import accounting, config, layout
+from kimi_jax.data import loader, statistics
 from kimi_jax.monitor import metrics
 from kimi_jax.monitor.console import print_first_screen
 from pallas_kernels.kda import choose_implementation
@@ -19,19 +18,26 @@ def show(
     console: Console,
     cfg: config.Config,
     mesh: jax.sharding.Mesh,
-    data: Mapping[str, Any],
+    data: loader.Data,
     folder: pathlib.Path,
     first: int,
 ) -> None:
-    """Parameters by part, data, mesh, kernels and why, fresh or resumed, outputs."""
+    """Parameters by part, data, mesh, kernels and why, fresh or resumed, outputs.
+
+    Below them, what should be looked at before the run takes hours.
+    """
     print_first_screen(
         console,
         [
             ("parameters", parameter_rows(cfg.model)),
-            ("text", [(k.replace("_", " "), v) for k, v in data.items()]),
+            ("text", [(k.replace("_", " "), v) for k, v in data.summary.items()]),
+            ("parts of the text", statistics.summary_rows(data.statistics)),
+            ("lengths of documents", statistics.length_rows(data.statistics)),
             ("run", _run_rows(cfg, mesh, folder, first)),
         ],
     )
+    for line in statistics.warnings(data.statistics, cfg.train.seq_len):
+        console.print(f"warning: {line}", markup=False, highlight=False)
 
 
 def parameter_rows(model: config.Model) -> list[tuple[str | int, ...]]:

@@ -80,7 +80,7 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
         metrics = stack.enter_context(
             MetricsWriter(folder, first if resumable else None)
         )
-        first_screen.show(console, cfg, mesh, data.summary, folder, first)
+        first_screen.show(console, cfg, mesh, data, folder, first)
         metrics.write("run", first, **_identity(cfg, data, first, command))
         run = _Run(cfg, folder, mesh, data, transform, checkpoints, metrics, progress)
         with Interrupt() as interrupt:
@@ -92,15 +92,7 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
 
 def _load_data(cfg: Config) -> loader.Data:
     try:
-        data = loader.load_data(
-            cfg.data.path,
-            validation_fraction=cfg.data.validation_fraction,
-            seed=cfg.data.seed,
-            batch_size=cfg.train.batch_size,
-            length=cfg.train.seq_len,
-            steps=cfg.train.steps,
-            eval_batches=cfg.train.eval_batches,
-        )
+        data = loader.load_data(cfg)
     except ValueError as error:
         raise UserError(str(error)) from error
     if data.tokenizer.vocab_size > cfg.model.vocab_size:
