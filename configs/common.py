@@ -12,7 +12,12 @@ def base() -> ConfigDict:
         {
             "name": "base",
             "model": model(),
-            "data": {"path": "", "validation_fraction": 0.05, "seed": 0},
+            "data": {
+                "sources": ("",),  # Shakespeare's plays
+                "tokenizer": "bytes",
+                "validation_fraction": 0.05,
+                "seed": 0,
+            },
             "optimizer": optimizer(),
             "train": train(),
             "sample": {"prompt": "KING", "num_tokens": 200, "temperature": 0.8},

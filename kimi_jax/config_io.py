@@ -119,6 +119,8 @@ def _parse(kind: Any, text: str) -> Any:
     if origin is tuple:
         items = text.strip().strip("()[]").split(",")
         item_kind = typing.get_args(kind)[0]
+        if item_kind is str and not text:
+            return ("",)  # the shell takes the quotes of ''
         return tuple(_parse(item_kind, i.strip(" '\"")) for i in items if i.strip())
     if kind is str or origin is typing.Literal:
         return text

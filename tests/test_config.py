@@ -42,6 +42,9 @@ def test_all_problems_are_reported_at_once():
         ("model.width=0", "must be at least 1"),
         ("mesh.data=3", "does not divide the 4 rows"),
         ("data.validation_fraction=1.0", "between 0 and 1"),
+        ("data.sources=()", "empty; name a file"),
+        ("data.sources=a,b,a", "'a' is named twice"),
+        ("data.tokenizer=", "write 'bytes'"),
         ("optimizer.learning_rate=0", "must be positive"),
         ("model", "no value"),
         ("model={}", "a section, not a value"),
@@ -62,6 +65,9 @@ def test_traps_of_config_dicts():
     assert config.model.kda.implementation == "xla"
     assert tiny.make("model.residual.block_size=2").model.residual.block_size == 2.0
     assert tiny.make("train.steps=1e3").train.steps == 1000
+    # The shell takes the quotes of '', which names the default corpus.
+    assert tiny.make("data.sources=").data.sources == ("",)
+    assert tiny.make("data.sources='',a").data.sources == ("", "a")
 
 
 def test_replaced_section_and_missing_field_in_a_file():

@@ -4,7 +4,7 @@ A checkpoint therefore needs only the step to continue with exactly the batches 
 an uninterrupted run would have seen. grain reads ahead in a thread (`iterate`);
 without grain the same batches are made in the loop itself.
 
-    data = load_data(path, ...)         text, tokens, split, and their figures
+    data = load_data(store, ...)        tokens, split, and their figures
     for batch in iterate(data.train, start_step, stop_step): ...
     for batch in iterate(data.validation, 0, len(data.validation)): ...
 """
@@ -17,11 +17,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kimi_jax.data.corpus import load_corpus, split_documents
-from kimi_jax.data.tokenizer import ByteTokenizer
+from kimi_jax.data import split
+from kimi_jax.data.store import TokenStore
+from kimi_jax.data.tokenizer import ByteTokenizer, Tokenizer
 from kimi_jax.data.windows import (
     Batch,
-    join_documents,
     num_windows,
     packed_window,
     padding_window,
@@ -127,12 +127,13 @@ class Data(NamedTuple):
 
     train: TrainBatches
     validation: EvalBatches
-    tokenizer: ByteTokenizer
+    tokenizer: Tokenizer
     summary: dict[str, str | int | float]
 
 
 def load_data(
-    path: str,
+    store: TokenStore,
+    tokenizer: Tokenizer,
     *,
     validation_fraction: float,
     seed: int,
@@ -141,10 +142,11 @@ def load_data(
     steps: int,
     eval_batches: int,
 ) -> Data:
-    """Reads, splits and tokenizes a corpus.
+    """Splits the documents of a token store and makes batches of them.
 
     Args:
-      path: see `load_corpus`; "" is the default corpus.
+      store: written by `tokenizer`.
+      tokenizer: the byte tokenizer.
       validation_fraction: share of the documents held out.
       seed: of the split and of the order.
       batch_size: rows a batch, for training and evaluation.
@@ -158,36 +160,75 @@ def load_data(
       `steps`), unigram_bits_per_byte (of the validation text).
 
     Raises:
-      ValueError: see `load_corpus`, `split_documents`, `TrainBatches`.
+      ValueError: see `split_tokens`, `TrainBatches`; windows are packed by the specials
+        of the byte tokenizer, so another one is refused.
     """
-    corpus = load_corpus(path)
-    split = split_documents(corpus.documents, validation_fraction, seed)
-    tokenizer = ByteTokenizer()
-    train_N = join_documents(split.train, tokenizer)
-    validation_N = join_documents(split.validation, tokenizer)
+    if tokenizer.fingerprint != ByteTokenizer.fingerprint:
+        raise ValueError(
+            f"config.data.tokenizer={tokenizer.name!r}: windows are packed by the byte "
+            "tokenizer only; set it to 'bytes'"
+        )
+    train_N, validation_N = split_tokens(store, validation_fraction, seed)
     train = TrainBatches(train_N, batch_size, length, seed)
     validation = EvalBatches(validation_N, batch_size, length, eval_batches)
     summary: dict[str, str | int | float] = {
-        "source": corpus.source,
-        "documents": len(corpus.documents),
-        "skipped": corpus.skipped,
+        "source": store.meta.title,
+        "documents": store.documents,
+        "skipped": store.meta.empty,
         "train_tokens": len(train_N),
         "validation_tokens": len(validation_N),
         "windows": train.num_windows,
         "epochs": steps * batch_size / train.num_windows,
-        "unigram_bits_per_byte": unigram_entropy(validation_N),
+        "unigram_bits_per_byte": unigram_entropy(
+            validation_N, tokenizer.bytes_per_token
+        ),
     }
     return Data(train, validation, tokenizer, summary)
 
 
-def unigram_entropy(stream_N: np.ndarray) -> float:
-    """Entropy of the byte frequencies, in bits a byte; specials do not count.
+def split_tokens(
+    store: TokenStore, validation_fraction: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(training stream, validation stream), each of whole documents.
 
-    What a model reaches that knows how often each byte occurs and nothing else.
+    Documents are held out by `split.held_out`. A store of a single document is cut in
+    two, its end being held out.
+
+    Raises:
+      ValueError: the fraction is outside (0, 1), or there is too little text to split.
     """
-    counts_W = np.bincount(stream_N)[:256]
-    p_W = counts_W[counts_W > 0] / counts_W.sum()
-    return float(-(p_W * np.log2(p_W)).sum())
+    tokens_N, meta = store.tokens_N, store.meta
+    if store.documents > 1:
+        held_M = split.held_out(store.documents, validation_fraction, seed)
+        held_N = np.repeat(held_M, np.diff(store.offsets_M))
+        return tokens_N[~held_N], tokens_N[held_N]
+    split.check_fraction(validation_fraction)
+    size = len(tokens_N) - 2
+    cut = size - round(size * validation_fraction)
+    if not 0 < cut < size:
+        raise ValueError(
+            f"the text is one document of {size} tokens, too short to hold out "
+            f"{validation_fraction:.0%}; add text or raise validation_fraction"
+        )
+    bos, eod = np.array([[meta.bos], [meta.eod]], tokens_N.dtype)
+    head_N, tail_N = tokens_N[: cut + 1], tokens_N[cut + 1 :]
+    return np.concatenate([head_N, eod]), np.concatenate([bos, tail_N])
+
+
+def unigram_entropy(stream_N: np.ndarray, bytes_W: np.ndarray) -> float:
+    """Entropy of the token frequencies, in bits a byte; specials do not count.
+
+    What a model reaches that knows how often each token occurs and nothing else.
+
+    Args:
+      stream_N: ids, integers [N].
+      bytes_W: bytes that each token stands for, [vocabulary]; 0: a special.
+    """
+    counts_W = np.bincount(stream_N, minlength=len(bytes_W)) * (bytes_W > 0)
+    counted_W = counts_W > 0
+    counts_W, bytes_W = counts_W[counted_W], bytes_W[counted_W]
+    bits = -(counts_W * np.log2(counts_W / counts_W.sum())).sum()
+    return float(bits / (counts_W * bytes_W).sum())
 
 
 def iterate(

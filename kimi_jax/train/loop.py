@@ -1,7 +1,7 @@
 """A training run, read from top to bottom.
 
-Claim the workdir, read the text, place the state on the mesh, fresh or restored; then
-step, log, evaluate, save; at the end sample and report. Whatever ends a run early
+Tokenise the text, claim the workdir, place the state on the mesh, fresh or restored;
+then step, log, evaluate, save; at the end sample and report. Whatever ends a run early
 leaves a whole checkpoint behind, and the same command resumes it exactly.
 """
 
@@ -22,12 +22,16 @@ from rich.console import Console
 from kimi_jax import accounting, sharding
 from kimi_jax.config import Config
 from kimi_jax.data import loader
+from kimi_jax.data.build_store import prepare_store
+from kimi_jax.data.store import check_vocabulary
+from kimi_jax.data.tokenizer_files import load_tokenizer
 from kimi_jax.errors import UserError
 from kimi_jax.infer.sample import sample
 from kimi_jax.modules import transformer
 from kimi_jax.monitor.console import Progress
 from kimi_jax.monitor.metrics import MetricsWriter, replace_file
 from kimi_jax.monitor.report import build_report
+from kimi_jax.monitor.tokenizing import tokenizing_lines
 from kimi_jax.train import first_screen, health, optimizer, workdir
 from kimi_jax.train.checkpoint import Checkpointer
 from kimi_jax.train.interrupt import Interrupt
@@ -69,7 +73,8 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
     """
     folder = pathlib.Path(path)
     mesh = sharding.make_mesh(cfg)
-    data = _load_data(cfg)
+    workdir.check(folder, cfg)
+    data = _load_data(cfg, folder, console)
     resumable = workdir.claim(folder, cfg)
     unigram = float(data.summary["unigram_bits_per_byte"])
     with contextlib.ExitStack() as stack:
@@ -92,10 +97,26 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
     console.print(f"report: {build_report(folder)}")
 
 
-def _load_data(cfg: Config) -> loader.Data:
+def _load_data(cfg: Config, folder: pathlib.Path, console: Console) -> loader.Data:
+    """Batches from token stores; text is tokenised into the workdir first, once."""
+    tokenizer = load_tokenizer(cfg.data.tokenizer)
+    check_vocabulary(tokenizer, cfg.model.vocab_size)
+    if len(cfg.data.sources) > 1:
+        raise UserError(
+            f"config.data.sources names {len(cfg.data.sources)} sources, and a run "
+            "reads one; put the files into one directory"
+        )
+    (source,) = cfg.data.sources
+    store = prepare_store(
+        source,
+        tokenizer,
+        folder / workdir.TOKENS / "00",
+        progress=tokenizing_lines(console, source),
+    )
     try:
-        data = loader.load_data(
-            cfg.data.path,
+        return loader.load_data(
+            store,
+            tokenizer,
             validation_fraction=cfg.data.validation_fraction,
             seed=cfg.data.seed,
             batch_size=cfg.train.batch_size,
@@ -105,12 +126,6 @@ def _load_data(cfg: Config) -> loader.Data:
         )
     except ValueError as error:
         raise UserError(str(error)) from error
-    if data.tokenizer.vocab_size > cfg.model.vocab_size:
-        raise UserError(
-            f"config.model.vocab_size={cfg.model.vocab_size}: the tokenizer has "
-            f"{data.tokenizer.vocab_size} tokens; use at least that many"
-        )
-    return data
 
 
 def _identity(
@@ -302,7 +317,8 @@ def _write_sample(run: _Run, state: State) -> None:
     cfg, tokenizer = run.cfg.sample, run.data.tokenizer
     run.progress.note(f"sampling {cfg.num_tokens} tokens ...")
     prompt = [tokenizer.bos, *tokenizer.encode(cfg.prompt.encode())]
-    vocabulary = np.arange(run.cfg.model.vocab_size)
+    spoken = np.flatnonzero(tokenizer.bytes_per_token)
+    allowed = np.isin(np.arange(run.cfg.model.vocab_size), spoken)
     draw = jax.jit(
         lambda variables: sample(
             run.cfg.model,
@@ -311,7 +327,7 @@ def _write_sample(run: _Run, state: State) -> None:
             cfg.num_tokens,
             cfg.temperature,
             jax.random.key(run.cfg.train.seed),
-            jnp.asarray(vocabulary < 256),
+            jnp.asarray(allowed),
         )
     )
     tokens = draw({"params": state.params, "balance": state.balance})

@@ -8,13 +8,16 @@ import chex
 import numpy as np
 import pytest
 
+from kimi_jax.data.build_store import build_store
 from kimi_jax.data.loader import (
     EvalBatches,
     TrainBatches,
     iterate,
     load_data,
+    split_tokens,
     unigram_entropy,
 )
+from kimi_jax.data.split import held_out
 from kimi_jax.data.tokenizer import ByteTokenizer
 from kimi_jax.data.windows import join_documents, num_windows, packed_window
 
@@ -169,19 +172,27 @@ def test_negative_seed() -> None:
 
 def test_unigram_entropy_counts_bytes_only() -> None:
     tokenizer = ByteTokenizer()
-    assert unigram_entropy(join_documents([b"aaaa", b"a"], tokenizer)) == 0
+    bytes_W = tokenizer.bytes_per_token
+    assert unigram_entropy(join_documents([b"aaaa", b"a"], tokenizer), bytes_W) == 0
     uniform_N = join_documents([bytes(range(256))] * 3, tokenizer)
-    assert unigram_entropy(uniform_N) == pytest.approx(8, abs=1e-12)
+    assert unigram_entropy(uniform_N, bytes_W) == pytest.approx(8, abs=1e-12)
     # p = (3/4, 1/4): 0.811278...
-    assert unigram_entropy(join_documents([b"aaab"], tokenizer)) == pytest.approx(
+    stream_N = join_documents([b"aaab"], tokenizer)
+    assert unigram_entropy(stream_N, bytes_W) == pytest.approx(
         2 - 0.75 * np.log2(3), abs=1e-12
+    )
+    # Tokens of three bytes carry a third of the bits a byte.
+    assert unigram_entropy(stream_N, 3 * bytes_W) == pytest.approx(
+        (2 - 0.75 * np.log2(3)) / 3, abs=1e-12
     )
 
 
 def test_load_data_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(b"To be, or not to be. " * 100)
+    store = build_store(str(tmp_path / "text.txt"), ByteTokenizer(), tmp_path / "s")
     data = load_data(
-        str(tmp_path / "text.txt"),
+        store,
+        ByteTokenizer(),
         validation_fraction=0.1,
         seed=0,
         batch_size=4,
@@ -205,9 +216,35 @@ def test_load_data_from_a_file(tmp_path: Path) -> None:
     assert text in "To be, or not to be. " * 2
 
 
-def test_default_corpus_has_the_expected_entropy() -> None:
+def test_whole_documents_are_held_out_in_order(tmp_path: Path) -> None:
+    for i in range(200):
+        (tmp_path / f"{i:03}.txt").write_bytes(b"%d" % i)
+    store = build_store(str(tmp_path), ByteTokenizer(), tmp_path / ".store")
+    sides = split_tokens(store, 0.1, seed=0)
+    held = held_out(200, 0.1, seed=0)
+    for side, mask in zip(sides, (~held, held), strict=True):
+        texts = [b"%d" % i for i in np.flatnonzero(mask)]
+        np.testing.assert_array_equal(side, join_documents(texts, ByteTokenizer()))
+
+
+def test_a_single_document_gives_its_end(tmp_path: Path) -> None:
+    text = bytes(range(1, 101))
+    (tmp_path / "a.txt").write_bytes(text)
+    store = build_store(str(tmp_path / "a.txt"), ByteTokenizer(), tmp_path / "a")
+    for side, part in zip(
+        split_tokens(store, 0.1, seed=0), (text[:90], text[90:]), strict=True
+    ):
+        np.testing.assert_array_equal(side, join_documents([part], ByteTokenizer()))
+    (tmp_path / "b.txt").write_bytes(b"text")
+    store = build_store(str(tmp_path / "b.txt"), ByteTokenizer(), tmp_path / "b")
+    with pytest.raises(ValueError, match="one document of 4 tokens, too short"):
+        split_tokens(store, 0.1, seed=0)
+
+
+def test_default_corpus_has_the_expected_entropy(tmp_path: Path) -> None:
     data = load_data(
-        "",
+        build_store("", ByteTokenizer(), tmp_path / "store"),
+        ByteTokenizer(),
         validation_fraction=0.05,
         seed=0,
         batch_size=8,
