@@ -23,7 +23,8 @@ def base() -> ConfigDict:
 
 def data() -> dict:
     return {
-        "path": "",
+        "sources": ("",),  # Shakespeare's plays
+        "tokenizer": "bytes",
         "validation_fraction": 0.05,
         "seed": 0,
         "packing": "split",

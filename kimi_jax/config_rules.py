@@ -240,6 +240,17 @@ def _optimizer(optimizer: Optimizer, kinds: Sequence[str]) -> Iterator[str]:
 
 
 def _data(config: Config) -> Iterator[str]:
+    sources = config.data.sources
+    if not sources:
+        yield (
+            "config.data.sources=(): empty; name a file, directory or token store, or "
+            "'' for the default corpus"
+        )
+    twice = sorted({name for name in sources if sources.count(name) > 1})
+    if twice:
+        yield f"config.data.sources: {twice[0]!r} is named twice; name it once"
+    if not config.data.tokenizer:
+        yield "config.data.tokenizer='': write 'bytes' or the path of a tokenizer file"
     fraction = config.data.validation_fraction
     if not 0.0 < fraction < 1.0:
         yield f"config.data.validation_fraction={fraction}: must be between 0 and 1"

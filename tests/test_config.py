@@ -62,6 +62,9 @@ def test_all_problems_are_reported_at_once():
         ("data.mixture=((0.1, 1),)", "the first must begin at 0.0"),
         ("data.mixture=((0.0, 1), (0.0, 1))", "the others later and later"),
         ("data.mixture=((0.0, 1), (1.0, 1))", "below 1.0"),
+        ("data.sources=()", "empty; name a file"),
+        ("data.sources=a,b,a", "'a' is named twice"),
+        ("data.tokenizer=", "write 'bytes'"),
         ("optimizer.learning_rate=0", "must be positive"),
         ("optimizer.muon_update_rms=0", "must be positive"),
         ("optimizer.momentum_dtype=float16", "'bfloat16'"),
@@ -98,6 +101,9 @@ def test_traps_of_config_dicts():
     assert config.model.kda.implementation == "xla"
     assert tiny.make("model.residual.block_size=2").model.residual.block_size == 2.0
     assert tiny.make("train.steps=1e3").train.steps == 1000
+    # The shell takes the quotes of '', which names the default corpus.
+    assert tiny.make("data.sources=").data.sources == ("",)
+    assert tiny.make("data.sources='',a").data.sources == ("", "a")
 
 
 def test_tables_of_numbers():

@@ -1,13 +1,14 @@
 """A training run, read from top to bottom.
 
-Claim the workdir, read the text, place the state on the mesh, fresh or restored; then
-step, log, evaluate, save; at the end sample and report. Whatever ends a run early
+Tokenise the text, claim the workdir, place the state on the mesh, fresh or restored;
+then step, log, evaluate, save; at the end sample and report. Whatever ends a run early
 leaves a whole checkpoint behind, and the same command resumes it exactly.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import pathlib
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from kimi_jax.infer.sample import sample
 from kimi_jax.monitor.console import Progress
 from kimi_jax.monitor.metrics import MetricsWriter, replace_file
 from kimi_jax.monitor.report import build_report
+from kimi_jax.monitor.tokenizing import tokenizing_lines
 from kimi_jax.train import first_screen, workdir
 from kimi_jax.train.batch import batch_shape, on_mesh
 from kimi_jax.train.checkpoint import Checkpointer
@@ -66,7 +68,8 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
     """
     folder = pathlib.Path(path)
     mesh = sharding.make_mesh(cfg)
-    data = _load_data(cfg)
+    workdir.check(folder, cfg)
+    data = _load_data(cfg, folder, console)
     resumable = workdir.claim(folder, cfg)
     unigram = float(data.summary["unigram_bits_per_byte"])
     with contextlib.ExitStack() as stack:
@@ -90,17 +93,16 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
     console.print(f"report: {build_report(folder)}")
 
 
-def _load_data(cfg: Config) -> loader.Data:
+def _load_data(cfg: Config, folder: pathlib.Path, console: Console) -> loader.Data:
+    """Batches from token stores; text is tokenised into the workdir first, once."""
     try:
-        data = loader.load_data(cfg)
+        return loader.load_data(
+            cfg,
+            folder / workdir.TOKENS,
+            functools.partial(tokenizing_lines, console),
+        )
     except ValueError as error:
         raise UserError(str(error)) from error
-    if data.tokenizer.vocab_size > cfg.model.vocab_size:
-        raise UserError(
-            f"config.model.vocab_size={cfg.model.vocab_size}: the tokenizer has "
-            f"{data.tokenizer.vocab_size} tokens; use at least that many"
-        )
-    return data
 
 
 def _identity(
@@ -220,7 +222,8 @@ def _write_sample(run: _Run, state: State) -> None:
     cfg, tokenizer = run.cfg.sample, run.data.tokenizer
     run.progress.note(f"sampling {cfg.num_tokens} tokens ...")
     prompt = [tokenizer.bos, *tokenizer.encode(cfg.prompt.encode())]
-    vocabulary = np.arange(run.cfg.model.vocab_size)
+    spoken = np.flatnonzero(tokenizer.bytes_per_token)
+    allowed = np.isin(np.arange(run.cfg.model.vocab_size), spoken)
     draw = jax.jit(
         lambda variables: sample(
             run.cfg.model,
@@ -229,7 +232,7 @@ def _write_sample(run: _Run, state: State) -> None:
             cfg.num_tokens,
             cfg.temperature,
             jax.random.key(run.cfg.train.seed),
-            jnp.asarray(vocabulary < 256),
+            jnp.asarray(allowed),
         )
     )
     tokens = draw({"params": state.params, "balance": state.balance})

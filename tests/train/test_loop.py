@@ -14,7 +14,7 @@ from kimi_jax import canonical
 from kimi_jax.data import loader
 from kimi_jax.errors import UserError
 from kimi_jax.monitor.metrics import read_metrics
-from kimi_jax.train import loop
+from kimi_jax.train import loop, workdir
 from kimi_jax.train.checkpoint import Checkpointer, CheckpointError
 from kimi_jax.train.step import init_state, make_transform
 from tests import tiny
@@ -44,7 +44,7 @@ def run(corpus, tmp_path):
     """Trains with overrides in a workdir below `tmp_path`; returns the workdir."""
 
     def start(name="run", *overrides):
-        cfg = tiny.make(f"data.path={corpus}", *SMALL, *overrides)
+        cfg = tiny.make(f"data.sources={corpus}", *SMALL, *overrides)
         with open(os.devnull, "w") as quiet:
             loop.train(cfg, str(tmp_path / name), console=Console(file=quiet))
         return tmp_path / name
@@ -145,10 +145,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(run, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("data.path=/does/not/exist",), "/does/not/exist"),
+        (("data.sources=/does/not/exist",), "/does/not/exist"),
         (("model.vocab_size=100",), "tokenizer has 272 tokens"),
         (("mesh.data=64", "train.batch_size=64"), "only 8 cpu devices"),
-        (("train.batch_size=4000",), "lower config.train.batch_size"),
+        (("data.tokenizer=nowhere.json",), "no such file; write 'bytes'"),
+        (("data.sources=a,b",), "names 2 sources"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(
@@ -159,11 +160,24 @@ def test_bad_input_is_refused_before_anything_is_written(
     assert not (tmp_path / "bad").exists()
 
 
+def test_tokens_outlast_a_config_that_does_not_fit(run, tmp_path):
+    """Tokens are made before the workdir is claimed, and are not made again."""
+    with pytest.raises(UserError, match=r"lower config\.train\.batch_size"):
+        run("run", "train.batch_size=4000")
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["tokens"]
+    made = tmp_path / "run" / "tokens" / "00" / "store.json"
+    before = made.stat().st_mtime_ns
+    with pytest.raises(UserError, match=r"lower config\.train\.batch_size"):
+        run("run", "train.batch_size=8000")
+    assert made.stat().st_mtime_ns == before
+    assert not workdir.check(tmp_path / "run", tiny.make())
+
+
 def test_an_empty_corpus_is_refused(run, tmp_path):
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     with pytest.raises(UserError, match=r"empty\.txt"):
-        run("bad", f"data.path={empty}")
+        run("bad", f"data.sources={empty}")
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(run, tmp_path, monkeypatch):
