@@ -55,7 +55,7 @@ def claim(path: str | os.PathLike[str], config: Config) -> bool:
         values = config_io.to_dict(config)
         replace_file(marker, json.dumps(values, indent=2) + "\n")
         return False
-    stored = json.loads(marker.read_text())
+    stored = _read(marker)
     current = json.loads(json.dumps(config_io.to_dict(config)))
     differing = [
         f"  config.{name}: {_show(old)} in the workdir, {_show(new)} now"
@@ -76,7 +76,17 @@ def load_config(path: str | os.PathLike[str]) -> Config:
     marker = pathlib.Path(path) / CONFIG
     if not marker.exists():
         raise UserError(f"--workdir={path} holds no run: {CONFIG} is missing")
-    return config_io.from_dict(_tuples(json.loads(marker.read_text())))
+    return config_io.from_dict(_tuples(_read(marker)))
+
+
+def _read(marker: pathlib.Path) -> Any:
+    try:
+        return json.loads(marker.read_text())
+    except ValueError as error:
+        raise UserError(
+            f"{marker} is damaged: {error}\nevery checkpoint holds a copy: put the "
+            f'"config" of {marker.parent}/checkpoints/STEP/state/about.json there'
+        ) from error
 
 
 _MISSING = object()
