@@ -66,7 +66,7 @@ class Checkpointer:
         }
         self._handler = files.StateHandler()
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-        registry.add(files.STATE, ocp.args.StandardSave, self._handler)
+        registry.add(files.STATE, ocp.args.PyTreeSave, self._handler)
         self._manager = ocp.CheckpointManager(
             self._workdir / files.FOLDER,
             options=ocp.CheckpointManagerOptions(
@@ -104,7 +104,7 @@ class Checkpointer:
             "parameters": canonical.fingerprint(params)
         }
         tree = traverse_util.unflatten_dict(flat, sep="/")
-        args = ocp.args.Composite(**{files.STATE: ocp.args.StandardSave(tree)})
+        args = ocp.args.Composite(**{files.STATE: ocp.args.PyTreeSave(tree)})
         try:
             self._manager.save(step, args=args)
         except Exception as error:

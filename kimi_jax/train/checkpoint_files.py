@@ -91,14 +91,16 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
         raise damaged(folder, f"{STATE}/{ABOUT}: {error}") from error
 
 
-class StateHandler(ocp.StandardCheckpointHandler):
+class StateHandler(ocp.PyTreeCheckpointHandler):
     """Writes the arrays, then what is known about them, then the sums of the files.
 
-    orbax calls `finalize` in its background thread, before the folder gets its name.
+    Without compression: it takes 8 % off float32 weights for four times the blocking
+    and twice the processor time. orbax calls `finalize` in its background thread,
+    before the folder gets its name.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(use_compression=False)
         self.about: Mapping[str, Any] = {}  # of the save that comes next
         self.bytes_written = 0
         self.finished = 0.0  # on the monotonic clock

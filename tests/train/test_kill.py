@@ -176,6 +176,7 @@ def kill_at_random(life, kind, rng, start_seconds, save_seconds):
     if kind == "save":
         life.until(lambda: "is durable" in life.said())
         life.until(lambda: saving(life.folder))
+        save_seconds /= 2
     time.sleep(rng.uniform(0.0, save_seconds))
     return life.kill()
 
