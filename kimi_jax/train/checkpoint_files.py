@@ -94,7 +94,7 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
 class StateHandler(ocp.PyTreeCheckpointHandler):
     """Writes the arrays, then what is known about them, then the sums of the files.
 
-    Without compression: it takes 8 % off float32 weights for four times the blocking
+    Without compression: it takes 8 % off float32 weights for three times the blocking
     and twice the processor time. orbax calls `finalize` in its background thread,
     before the folder gets its name.
     """
