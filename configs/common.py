@@ -156,6 +156,7 @@ def train() -> dict:
         "eval_batches": 8,
         "checkpoint_every": 100,
         "checkpoint_keep": 2,
+        "checkpoint_keep_every": None,
     }
 
 

@@ -199,7 +199,8 @@ class Train:
     eval_every: int
     eval_batches: int
     checkpoint_every: int
-    checkpoint_keep: int
+    checkpoint_keep: int  # the last N
+    checkpoint_keep_every: int | None  # and for good those of every K-th step
 
 
 @dataclasses.dataclass(frozen=True)

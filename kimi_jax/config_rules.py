@@ -69,6 +69,7 @@ def _positive(config: Config) -> Iterator[str]:
                 "eval_batches",
                 "checkpoint_every",
                 "checkpoint_keep",
+                "checkpoint_keep_every",
             ),
         ),
     }
@@ -207,6 +208,12 @@ def _train(train: Train) -> Iterator[str]:
         )
     if train.z_loss < 0.0:
         yield f"config.train.z_loss={train.z_loss}: must not be negative"
+    keep, every = train.checkpoint_keep_every, train.checkpoint_every
+    if keep is not None and keep >= 1 and every >= 1 and keep % every:
+        yield (
+            f"config.train.checkpoint_keep_every={keep}: only steps that are saved can "
+            f"be kept; use a multiple of checkpoint_every={every}, or None"
+        )
 
 
 def _optimizer(optimizer: Optimizer, kinds: Sequence[str]) -> Iterator[str]:

@@ -34,6 +34,8 @@ def test_all_problems_are_reported_at_once():
     [
         ("model.moe.num_active=99", "more than num_experts=4"),
         ("train.micro_batches=3", "try micro_batches="),
+        ("train.checkpoint_keep_every=3", "a multiple of checkpoint_every=2"),
+        ("train.checkpoint_keep_every=0", "must be at least 1"),
         ("model.attention=kda*9", "names 9 layers"),
         ("model.attention=kda,mlp", "'mlp' is not one of"),
         ("model.kda.gate_lower_bound=-6.0", "must be in [-5, 0)"),

@@ -198,6 +198,7 @@ class Data(NamedTuple):
     train: TrainBatches
     validation: EvalBatches
     tokenizer: Tokenizer
+    identity: dict[str, str]  # equal for a run that may go on with this text
     summary: dict[str, str | int | float]
     statistics: list[statistics.Statistics]
 
@@ -239,7 +240,7 @@ def make_data(stores: Sequence[TokenStore], tokenizer: Tokenizer, cfg: Config) -
       tokenizer: the one that made the stores.
 
     Returns:
-      Batches, tokenizer, the statistics of every cell, and a summary for people:
+      Batches, tokenizer, digests, the statistics of every cell, and a summary:
       documents, train_tokens, validation_tokens, windows (of training, an epoch),
       epochs (in the run, over all text), unigram_bits_per_byte (of the validation
       text).
@@ -283,7 +284,9 @@ def make_data(stores: Sequence[TokenStore], tokenizer: Tokenizer, cfg: Config) -
         "unigram_bits_per_byte": unigram_entropy(validation, tokenizer.bytes_per_token),
     }
     figures = statistics.measure(cells, schedule, run_rows, train.seq_len)
-    return Data(batches, validation, tokenizer, summary, figures)
+    identity = {f"source {i}": store.digest for i, store in enumerate(stores)}
+    identity["tokenizer"] = tokenizer.fingerprint
+    return Data(batches, validation, tokenizer, identity, summary, figures)
 
 
 def unigram_entropy(source: EvalBatches, bytes_W: np.ndarray) -> float:

@@ -180,7 +180,7 @@ class MetricsWriter:
         """Append one record and return it as it was stored, with "time" added.
 
         Args:
-            kind: "train", "eval" or "run".
+            kind: "train", "eval", "checkpoint" or "run".
             step: optimizer steps completed.
             **values: fields of the record, converted by `to_jsonable`.
 
@@ -205,7 +205,7 @@ class MetricsWriter:
         return record
 
     def flush(self) -> None:
-        """Force the records to the disk: call it when a checkpoint becomes durable."""
+        """Force the records to the disk: call it before a checkpoint is saved."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:

@@ -74,9 +74,7 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
     unigram = float(data.summary["unigram_bits_per_byte"])
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(Progress(console, unigram))
-        checkpoints = stack.enter_context(
-            Checkpointer(folder, cfg.model, cfg.train.checkpoint_keep)
-        )
+        checkpoints = stack.enter_context(Checkpointer(folder, cfg, data.identity))
         transform = make_transform(cfg)
         state = _first_state(cfg, mesh, transform, checkpoints, progress)
         first = int(state.step)
@@ -127,17 +125,22 @@ def _first_state(
     progress: Progress,
 ) -> State:
     """A fresh state on the mesh, or the newest checkpoint's."""
+    where = sharding.replicated(mesh)
+    step = checkpoints.latest_step()
+    if step is not None:
+        progress.note(f"restoring the checkpoint of step {step} ...")
+        template = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            jax.eval_shape(lambda: init_state(cfg, transform)),
+        )
+        return checkpoints.restore(template, progress.note)
     progress.note("initialising parameters ...")
     init = jax.jit(
         lambda: init_state(cfg, transform),
-        out_shardings=sharding.replicated(mesh),
+        out_shardings=where,
         compiler_options=_compile_fast(mesh),
     )
-    step = checkpoints.latest_step()
-    if step is None:
-        return init()
-    progress.note(f"restoring the checkpoint of step {step} ...")
-    return checkpoints.restore(init())
+    return init()
 
 
 def _compile_fast(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
@@ -164,6 +167,7 @@ def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:
         _check_finite(run, previous, step - 1)
         log.add(metrics, host)
         previous = metrics
+        _report_durable(run)
         due = {every: step % every == 0 or step == last for every in _intervals(cfg)}
         if due[cfg.log_every] or interrupt.requested:
             _check_finite(run, metrics, step)
@@ -173,19 +177,32 @@ def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:
             run.progress.update(record, step, last)
         if due[cfg.checkpoint_every] or interrupt.requested:
             _check_finite(run, metrics, step)
-            run.checkpoints.save(state)
+            # First the records: a durable step never lacks those that lead to it.
             run.metrics.flush()
+            run.checkpoints.save(state)
         if due[cfg.eval_every] or due[cfg.checkpoint_every]:
             log.restart()
         if interrupt.requested:
             run.checkpoints.wait()
+            _report_durable(run)
             raise Interrupted(
                 f"stopped by {interrupt.requested.name} after step {step}, which is "
                 "saved; the same command resumes it",
                 interrupt.exit_code,
             )
     run.checkpoints.wait()
+    _report_durable(run)
     return state
+
+
+def _report_durable(run: _Run) -> None:
+    for saved in run.checkpoints.take_durable():
+        record = {k: v for k, v in saved._asdict().items() if k != "step"}
+        run.metrics.write("checkpoint", saved.step, **record)
+        run.progress.note(
+            f"step {saved.step} is durable: {saved.bytes / 1e6:,.1f} MB in "
+            f"{saved.seconds:.1f} s, of which {saved.blocking_seconds:.2f} s blocking"
+        )
 
 
 def _intervals(cfg: Any) -> set[int]:

@@ -68,7 +68,7 @@ def check(path: str | os.PathLike[str], config: Config) -> bool:
                 "folder, nothing was written"
             )
         return False
-    stored = json.loads(marker.read_text())
+    stored = _read(marker)
     current = json.loads(json.dumps(config_io.to_dict(config)))
     differing = [
         f"  config.{name}: {_show(old)} in the workdir, {_show(new)} now"
@@ -89,7 +89,17 @@ def load_config(path: str | os.PathLike[str]) -> Config:
     marker = pathlib.Path(path) / CONFIG
     if not marker.exists():
         raise UserError(f"--workdir={path} holds no run: {CONFIG} is missing")
-    return config_io.from_dict(_tuples(json.loads(marker.read_text())))
+    return config_io.from_dict(_tuples(_read(marker)))
+
+
+def _read(marker: pathlib.Path) -> Any:
+    try:
+        return json.loads(marker.read_text())
+    except ValueError as error:
+        raise UserError(
+            f"{marker} is damaged: {error}\nevery checkpoint holds a copy: put the "
+            f'"config" of {marker.parent}/checkpoints/STEP/state/about.json there'
+        ) from error
 
 
 _MISSING = object()
