@@ -1,44 +1,212 @@
-"""The device mesh, and how a batch and the state lie on it."""
+"""Where everything lies: the mesh, and one table from names to its axes.
+
+    data      splits rows of the batch; parameters are copied
+    fsdp      splits rows of the batch, and the widths of parameters
+    expert    splits rows of the batch, and the experts
+    context   splits the time axis
+    tensor    splits heads, hidden widths and the vocabulary
+
+Parameters are plain arrays. `PARAMETERS` gives each a logical name for every axis, and
+`PLACES` says which mesh axis a logical name is split over; everything else follows.
+Code that runs for any mesh calls `constrain`, which does nothing without one.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kimi_jax.config import Config
+from kimi_jax import config
+from kimi_jax.canonical import path_name
 from kimi_jax.errors import UserError
 
+# Neighbours along the last axis are neighbours on the wire: tensor parallelism talks
+# most, data parallelism least.
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+ROWS = ("data", "fsdp", "expert")
+TOKENS = (*ROWS, "context")
 
-def make_mesh(config: Config) -> Mesh:
-    """A mesh with the axis "data", over which the rows of a batch are split.
+# Logical axis -> mesh axes. What is not named here is whole on every device.
+PLACES: dict[str, str | tuple[str, ...]] = {
+    "rows": ROWS,
+    "time": "context",
+    "width": "fsdp",  # of the residual stream, in parameters only
+    "latent": "fsdp",  # that experts read and write, in parameters only
+    "heads": "tensor",
+    "hidden": "tensor",
+    "vocab": "tensor",
+    "experts": "expert",
+}
+
+Axes = tuple[str | None, ...]
+_VECTOR: Axes = (None,)
+_TO_HEADS: Axes = ("width", "heads", None)
+_PER_HEAD: Axes = (None, "heads", None)
+
+# The logical axes of every parameter by its name, counted from the last: leading axes,
+# those of the scans, are never split.
+PARAMETERS: dict[str, Axes] = {
+    "embed": ("vocab", "width"),
+    "unembed": ("width", "vocab"),
+    **dict.fromkeys(("q", "k", "v", "g"), _TO_HEADS),
+    "o": ("heads", None, "width"),
+    "beta": ("width", "heads"),
+    **dict.fromkeys(("q_a", "kv_a", "f_a", "g_a"), ("width", None)),
+    **dict.fromkeys(("q_b", "kv_b", "f_b", "g_b"), _PER_HEAD),
+    "A_log": ("heads",),
+    "dt_bias": ("heads", None),
+    **dict.fromkeys(("q_conv", "k_conv", "v_conv"), ("heads", None, None)),
+    **dict.fromkeys(("gate", "up"), ("width", "hidden")),
+    "down": ("hidden", "width"),
+    "router": ("width", None),
+    "latent_down": ("width", None),
+    "latent_up": (None, "width"),
+    **dict.fromkeys(("experts_gate", "experts_up"), ("experts", "latent", "hidden")),
+    "experts_down": ("experts", "hidden", "latent"),
+    **dict.fromkeys(("norm", "o_norm", "latent_norm", "gain", "query"), _VECTOR),
+    **dict.fromkeys(("q_a_norm", "kv_a_norm", "bias"), _VECTOR),
+    "weight": (),
+}
+
+
+def make_mesh(cfg: config.Config, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of `cfg.mesh`, over all devices or those given.
 
     Raises:
-      UserError: more devices than there are, or rows that cannot be split evenly.
+      UserError: the axes do not multiply to a number of devices that exist, or do not
+        divide what they split. Every problem is listed, with sizes that would do.
     """
-    devices = jax.devices()
-    size = len(devices) if config.mesh.data == -1 else config.mesh.data
-    if size > len(devices):
-        raise UserError(
-            f"config.mesh.data={size}: only {len(devices)} {devices[0].platform} "
-            f"devices are present; use --config.mesh.data=-1 for all of them"
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = _fill(cfg.mesh, devices)
+    problems = list(misfits(cfg, sizes))
+    if problems:
+        raise UserError("the mesh does not fit:\n  " + "\n  ".join(problems))
+    types = (AxisType.Auto,) * len(AXES)
+    count = math.prod(sizes.values())
+    shape = tuple(sizes[axis] for axis in AXES)
+    return jax.make_mesh(shape, AXES, axis_types=types, devices=devices[:count])
+
+
+def _fill(mesh: config.Mesh, devices: Sequence[Any]) -> dict[str, int]:
+    """The size of every axis, with -1 replaced by what is left."""
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    total, kind = len(devices), devices[0].platform
+    if not open_axes and fixed <= total:
+        return sizes
+    if open_axes and total % fixed == 0:
+        return sizes | {open_axes[0]: total // fixed}
+    shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
+    if open_axes:
+        fix = f"their product, {fixed}, must divide {total}"
+    else:
+        fix = f"use --config.mesh.data=-1 for all of them, or axes of at most {total}"
+    raise UserError(f"config.mesh: {shown} on {total} {kind} devices; {fix}")
+
+
+def misfits(cfg: config.Config, sizes: dict[str, int]) -> list[str]:
+    """What `sizes` of the mesh axes do not divide, each with the nearest that would."""
+    found = []
+    for what, size, axes in _split_sizes(cfg):
+        parts = math.prod(sizes[axis] for axis in axes)
+        if size % parts == 0:
+            continue
+        last = max(axes, key=lambda axis: sizes[axis])
+        others = parts // sizes[last]
+        legal = [n for n in range(1, size + 1) if size % (n * others) == 0]
+        near = sorted(legal, key=lambda n: abs(n - sizes[last]))[:2]
+        names = " * ".join(f"{axis}={sizes[axis]}" for axis in axes)
+        advice = " or ".join(f"--config.mesh.{last}={n}" for n in sorted(near))
+        found.append(
+            f"config.mesh: {names} does not divide {what} = {size}; try "
+            f"{advice or f'a smaller {axes[0]}'}"
         )
-    rows = config.train.batch_size // config.train.micro_batches
-    if rows % size:
-        legal = max(n for n in range(1, size + 1) if rows % n == 0)
-        raise UserError(
-            f"config.mesh.data={size}: does not divide the {rows} rows of a "
-            f"micro-batch; try --config.mesh.data={legal} or another "
-            "config.train.batch_size"
+    return found
+
+
+def _split_sizes(cfg: config.Config) -> list[tuple[str, int, tuple[str, ...]]]:
+    """(name, size, mesh axes) of every size that a mesh axis splits."""
+    model, train = cfg.model, cfg.train
+    rows = train.batch_size // train.micro_batches
+    sizes = [
+        ("train.batch_size / micro_batches", rows, ROWS),
+        ("train.seq_len", train.seq_len, ("context",)),
+        ("model.width", model.width, ("fsdp",)),
+        ("model.vocab_size", model.vocab_size, ("tensor",)),
+    ]
+    kinds = set(config.attention_kinds(model))
+    for kind, field in (("kda", "num_heads"), ("mla", "num_heads")):
+        if kind in kinds:
+            heads = getattr(getattr(model, kind), field)
+            sizes.append((f"model.{kind}.{field}", heads, ("tensor",)))
+    if "gqa" in kinds:
+        sizes.append(("model.gqa.num_kv_heads", model.gqa.num_kv_heads, ("tensor",)))
+    if "mlp" in config.ffn_kinds(model):
+        sizes.append(("model.ffn.width", model.ffn.width, ("tensor",)))
+    if "moe" in config.ffn_kinds(model):
+        moe = model.moe
+        latent = moe.latent_width or model.width
+        sizes += [
+            ("model.moe.num_experts", moe.num_experts, ("expert",)),
+            ("model.moe.expert_width", moe.expert_width, ("tensor",)),
+            ("model.moe.latent_width", latent, ("fsdp",)),
+        ]
+    return sizes
+
+
+def spec(*logical: str | None) -> PartitionSpec:
+    """Where an array with these logical axes lies."""
+    return PartitionSpec(*(None if a is None else PLACES[a] for a in logical))
+
+
+def parameter_spec(path: Any, leaf: Any) -> PartitionSpec:
+    """Where a parameter, or an optimizer's array for one, lies.
+
+    Raises:
+      ValueError: a name that the table lacks.
+    """
+    names = path_name(path).split("/")
+    known = next((name for name in reversed(names) if name in PARAMETERS), None)
+    if leaf.ndim == 0 or (known is None and leaf.size <= 1):
+        return PartitionSpec()
+    if known is None:
+        raise ValueError(
+            f"parameter {'/'.join(names)!r} has no place; add {names[-1]!r} to "
+            "PARAMETERS in kimi_jax/sharding.py"
         )
-    grid = np.array(devices[:size])
-    return Mesh(grid, ("data",), axis_types=(AxisType.Auto,))
+    axes = PARAMETERS[known]
+    return spec(*(None,) * (leaf.ndim - len(axes)), *axes)
+
+
+def state_shardings(mesh: Mesh, state: Any) -> Any:
+    """The sharding of every leaf of a training state, or of its shapes."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, parameter_spec(path, leaf)), state
+    )
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of [B, T] arrays: rows over devices, time over the context axis."""
+    return NamedSharding(mesh, spec("rows", "time"))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def by_rows(mesh: Mesh) -> NamedSharding:
-    """Rows of a [B, ...] array over the data axis."""
-    return NamedSharding(mesh, PartitionSpec("data"))
+def context_mesh() -> Mesh | None:
+    """The mesh that the caller has set by `jax.set_mesh`; None: one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.size == 1 else mesh
+
+
+def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
+    """`x`, laid out by its logical axes on the mesh that is set, if one is."""
+    if context_mesh() is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec(*logical))

@@ -1,10 +1,10 @@
-"""Cross-entropy over token chunks: the [N, W] logits are never whole in memory.
+"""Cross-entropy over token chunks: the [B, T, W] logits are never whole in memory.
 
 Logits of one chunk are made, reduced and dropped. Under differentiation the same
 scan also takes that chunk's gradient, so logits are made once in all, rather than
 again in the backward pass; what is kept until then is one gradient of h and one of
-w. Chunks are strided over the tokens, so a token axis that is sharded stays evenly
-sharded inside every chunk.
+w. A chunk takes every n-th token of every row, so rows and time that are split over
+devices stay evenly split inside every chunk.
 """
 
 from functools import partial
@@ -15,10 +15,10 @@ from jax import Array, lax
 
 
 def chunked_cross_entropy(
-    h_ND: Array,
+    h_BTD: Array,
     w_DW: Array,
-    targets_N: Array,
-    weights_N: Array,
+    targets_BT: Array,
+    weights_BT: Array,
     *,
     chunk_size: int,
     z_loss: float = 0.0,
@@ -29,125 +29,133 @@ def chunked_cross_entropy(
     of w. Reverse-mode differentiation only.
 
     Args:
-      h_ND: [N, D] final hidden states of N tokens.
+      h_BTD: [B, T, D] final hidden states.
       w_DW: [D, W] output embedding; cast to h's dtype for the matmuls.
-      targets_N: int [N] in [0, W). A target outside makes its loss NaN, except where
-        the weight is 0.
-      weights_N: [N], 0 for tokens that do not count. Differentiable.
-      chunk_size: most tokens whose logits exist at once; no loop when N fits.
+      targets_BT: int [B, T] in [0, W). A target outside makes its loss NaN, except
+        where the weight is 0.
+      weights_BT: [B, T], 0 for tokens that do not count. Differentiable.
+      chunk_size: most tokens whose logits exist at once, but at least one of every
+        row; no loop when all B * T fit.
       z_loss: coefficient of the squared log-partition, a Python number.
 
     Returns:
       loss_sum: scalar, sum(weights * (loss + z_loss * logsumexp^2)).
-      losses_N: [N], without weights and z-loss, 0 for a target outside [0, W) of
-        weight 0. No gradient flows through it. Both in float32 or wider.
+      losses_BT: without weights and z-loss, 0 for a target outside [0, W) of weight
+        0. No gradient flows through it. Both in float32 or wider.
 
     Raises:
       ValueError: shapes do not match, targets are not integers, or chunk_size < 1.
     """
-    _check(h_ND, w_DW, targets_N, weights_N, chunk_size)
-    n = -(-h_ND.shape[0] // chunk_size)
-    weights_N = weights_N.astype(_wide(h_ND))
-    loss_sum, losses_N = _loss(
-        h_ND, w_DW, targets_N, weights_N, max(n, 1), float(z_loss)
+    _check(h_BTD, w_DW, targets_BT, weights_BT, chunk_size)
+    B, T, _ = h_BTD.shape
+    n = min(-(-B * T // chunk_size), T)
+    weights_BT = weights_BT.astype(_wide(h_BTD))
+    loss_sum, losses_BT = _loss(
+        h_BTD, w_DW, targets_BT, weights_BT, max(n, 1), float(z_loss)
     )
-    return loss_sum, lax.stop_gradient(losses_N)
+    return loss_sum, lax.stop_gradient(losses_BT)
 
 
 def cross_entropy_reference(
-    h_ND: Array,
+    h_BTD: Array,
     w_DW: Array,
-    targets_N: Array,
-    weights_N: Array,
+    targets_BT: Array,
+    weights_BT: Array,
     *,
     z_loss: float = 0.0,
 ) -> tuple[Array, Array]:
     """The same pair with the logits whole; targets must lie in [0, W)."""
-    dtype = _wide(h_ND)
-    logits_NW = h_ND.astype(dtype) @ w_DW.astype(dtype)
-    log_p_NW = jax.nn.log_softmax(logits_NW, axis=-1)
-    losses_N = -jnp.take_along_axis(log_p_NW, targets_N[:, None], axis=-1)[:, 0]
-    lse_N = jax.nn.logsumexp(logits_NW, axis=-1)
-    return jnp.sum(weights_N * (losses_N + z_loss * lse_N**2)), losses_N
+    dtype = _wide(h_BTD)
+    logits_BTW = h_BTD.astype(dtype) @ w_DW.astype(dtype)
+    log_p_BTW = jax.nn.log_softmax(logits_BTW, axis=-1)
+    losses_BT = -jnp.take_along_axis(log_p_BTW, targets_BT[..., None], axis=-1)[..., 0]
+    lse_BT = jax.nn.logsumexp(logits_BTW, axis=-1)
+    return jnp.sum(weights_BT * (losses_BT + z_loss * lse_BT**2)), losses_BT
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _loss(h_ND, w_DW, targets_N, weights_N, n, z_loss):
-    w_DW = w_DW.astype(h_ND.dtype)
+def _loss(h_BTD, w_DW, targets_BT, weights_BT, n, z_loss):
+    w_DW = w_DW.astype(h_BTD.dtype)
 
     def chunk(_, tokens):
-        logits_NW = _logits(tokens[0], w_DW)
+        logits_BTW = _logits(tokens[0], w_DW)
         _, targets, weights = tokens
-        return None, _losses(logits_NW, targets, weights, z_loss)[:2]
+        return None, _losses(logits_BTW, targets, weights, z_loss)[:2]
 
-    _, per_token = _over_chunks(chunk, None, (h_ND, targets_N, weights_N), n)
-    losses_N, penalised_N = per_token
-    return jnp.sum(weights_N * penalised_N), losses_N
+    _, per_token = _over_chunks(chunk, None, (h_BTD, targets_BT, weights_BT), n)
+    losses_BT, penalised_BT = per_token
+    return jnp.sum(weights_BT * penalised_BT), losses_BT
 
 
-def _loss_fwd(h_ND, w_DW, targets_N, weights_N, n, z_loss):
-    w = w_DW.astype(h_ND.dtype)
+def _loss_fwd(h_BTD, w_DW, targets_BT, weights_BT, n, z_loss):
+    w = w_DW.astype(h_BTD.dtype)
 
     def chunk(dw_DW, tokens):
         h, targets, weights = tokens
-        logits_NW = _logits(h, w)
-        losses, penalised, lse = _losses(logits_NW, targets, weights, z_loss)
-        p_NW = jnp.exp(logits_NW - lse[:, None])
-        dlogits_NW = (1 + 2 * z_loss * lse[:, None]) * p_NW - _one_hot(targets, p_NW)
-        dlogits_NW = (weights[:, None] * dlogits_NW).astype(h.dtype)
-        dh_ND = _matmul("nw,dw->nd", dlogits_NW, w).astype(h.dtype)
-        dw = _matmul("nd,nw->dw", h, dlogits_NW)
-        return dw if dw_DW is None else dw_DW + dw, (losses, penalised, dh_ND)
+        logits_BTW = _logits(h, w)
+        losses, penalised, lse = _losses(logits_BTW, targets, weights, z_loss)
+        p_BTW = jnp.exp(logits_BTW - lse[..., None])
+        dlogits_BTW = (1 + 2 * z_loss * lse[..., None]) * p_BTW - _one_hot(
+            targets, p_BTW
+        )
+        dlogits_BTW = (weights[..., None] * dlogits_BTW).astype(h.dtype)
+        dh_BTD = _matmul("btw,dw->btd", dlogits_BTW, w).astype(h.dtype)
+        dw = _matmul("btd,btw->dw", h, dlogits_BTW)
+        return dw if dw_DW is None else dw_DW + dw, (losses, penalised, dh_BTD)
 
-    dw_DW = jnp.zeros(w_DW.shape, weights_N.dtype) if n > 1 else None
-    tokens = h_ND, targets_N, weights_N
-    dw_DW, (losses_N, penalised_N, dh_ND) = _over_chunks(chunk, dw_DW, tokens, n)
+    dw_DW = jnp.zeros(w_DW.shape, weights_BT.dtype) if n > 1 else None
+    tokens = h_BTD, targets_BT, weights_BT
+    dw_DW, (losses_BT, penalised_BT, dh_BTD) = _over_chunks(chunk, dw_DW, tokens, n)
     # A zero-sized array carries w's dtype to the backward pass without keeping w.
-    saved = dh_ND, dw_DW, penalised_N, jnp.zeros((0,), w_DW.dtype)
-    return (jnp.sum(weights_N * penalised_N), losses_N), saved
+    saved = dh_BTD, dw_DW, penalised_BT, jnp.zeros((0,), w_DW.dtype)
+    return (jnp.sum(weights_BT * penalised_BT), losses_BT), saved
 
 
 def _loss_bwd(n, z_loss, saved, cotangents):
-    dh_ND, dw_DW, penalised_N, like_w = saved
+    dh_BTD, dw_DW, penalised_BT, like_w = saved
     dloss = cotangents[0]
-    dh_ND = (dloss * dh_ND).astype(dh_ND.dtype)
-    return dh_ND, (dloss * dw_DW).astype(like_w.dtype), None, dloss * penalised_N
+    dh_BTD = (dloss * dh_BTD).astype(dh_BTD.dtype)
+    return dh_BTD, (dloss * dw_DW).astype(like_w.dtype), None, dloss * penalised_BT
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)
 
 
-def _logits(h_ND, w_DW):
-    return _matmul("nd,dw->nw", h_ND, w_DW)
+def _logits(h_BTD, w_DW):
+    return _matmul("btd,dw->btw", h_BTD, w_DW)
 
 
-def _losses(logits_NW, targets_N, weights_N, z_loss):
+def _losses(logits_BTW, targets_BT, weights_BT, z_loss):
     """Loss, loss with z-loss, and log-partition of each token."""
-    W = logits_NW.shape[-1]
-    lse_N = jax.nn.logsumexp(logits_NW, axis=-1)
+    W = logits_BTW.shape[-1]
+    lse_BT = jax.nn.logsumexp(logits_BTW, axis=-1)
     # A comparison rather than a gather: it fuses, and W may be sharded.
-    picked_N = jnp.sum(jnp.where(_one_hot(targets_N, logits_NW), logits_NW, 0), axis=-1)
-    outside = jnp.where(weights_N == 0, 0, jnp.nan)
-    losses_N = jnp.where((targets_N >= 0) & (targets_N < W), lse_N - picked_N, outside)
-    return losses_N, losses_N + z_loss * lse_N**2, lse_N
+    picked_BT = jnp.sum(
+        jnp.where(_one_hot(targets_BT, logits_BTW), logits_BTW, 0), axis=-1
+    )
+    outside = jnp.where(weights_BT == 0, 0, jnp.nan)
+    losses_BT = jnp.where(
+        (targets_BT >= 0) & (targets_BT < W), lse_BT - picked_BT, outside
+    )
+    return losses_BT, losses_BT + z_loss * lse_BT**2, lse_BT
 
 
-def _one_hot(targets_N, logits_NW):
-    return targets_N[:, None] == jnp.arange(logits_NW.shape[-1])
+def _one_hot(targets_BT, logits_BTW):
+    return targets_BT[..., None] == jnp.arange(logits_BTW.shape[-1])
 
 
 def _over_chunks(body, carry, tokens, n):
-    """Scans `body` over n chunks; token i is in chunk i mod n. Padding has weight 0."""
+    """Scans `body` over n chunks; token t is in chunk t mod n. Padding has weight 0."""
     if n == 1:
         return body(carry, tokens)
-    N = tokens[0].shape[0]
+    B, T = tokens[0].shape[:2]
 
     def split(x):
-        x = jnp.pad(x, [(0, -N % n)] + [(0, 0)] * (x.ndim - 1))
-        return jnp.swapaxes(x.reshape(-1, n, *x.shape[1:]), 0, 1)
+        x = jnp.pad(x, [(0, 0), (0, -T % n)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(B, -1, n, *x.shape[2:]), 2, 0)
 
     def join(x):
-        return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])[:N]
+        return jnp.moveaxis(x, 0, 2).reshape(B, -1, *x.shape[3:])[:, :T]
 
     carry, per_token = lax.scan(body, carry, jax.tree.map(split, tokens))
     return carry, jax.tree.map(join, per_token)
@@ -161,21 +169,21 @@ def _wide(x):
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _check(h_ND, w_DW, targets_N, weights_N, chunk_size):
-    shapes = f"h {h_ND.shape}, w {w_DW.shape}, targets {targets_N.shape}, "
-    shapes += f"weights {weights_N.shape}"
-    ok = h_ND.ndim == w_DW.ndim == 2 and h_ND.shape[1] == w_DW.shape[0]
-    if not ok or not targets_N.shape == weights_N.shape == h_ND.shape[:1]:
+def _check(h_BTD, w_DW, targets_BT, weights_BT, chunk_size):
+    shapes = f"h {h_BTD.shape}, w {w_DW.shape}, targets {targets_BT.shape}, "
+    shapes += f"weights {weights_BT.shape}"
+    ok = h_BTD.ndim == 3 and w_DW.ndim == 2 and h_BTD.shape[2] == w_DW.shape[0]
+    if not ok or not targets_BT.shape == weights_BT.shape == h_BTD.shape[:2]:
         raise ValueError(
-            f"cross-entropy got {shapes}, expected h [N, D], w [D, W], targets [N], "
-            "weights [N]; flatten batch and time into N"
+            f"cross-entropy got {shapes}, expected h [B, T, D], w [D, W], targets "
+            "[B, T], weights [B, T]"
         )
-    if not jnp.issubdtype(targets_N.dtype, jnp.integer):
+    if not jnp.issubdtype(targets_BT.dtype, jnp.integer):
         raise ValueError(
-            f"targets have dtype {targets_N.dtype}, expected an integer type; pass "
+            f"targets have dtype {targets_BT.dtype}, expected an integer type; pass "
             "token ids"
         )
     if chunk_size < 1:
         raise ValueError(
-            f"chunk_size is {chunk_size}, expected >= 1; pass N for a single chunk"
+            f"chunk_size is {chunk_size}, expected >= 1; pass B * T for a single chunk"
         )

@@ -70,13 +70,13 @@ def make_loss(cfg: config.Config) -> Callable[..., tuple[jax.Array, Any]]:
             max_logits=cfg.optimizer.qk_clip is not None,
         )
         stats = traverse_util.flatten_dict(out.stats, sep="/")
-        loss_sum, losses_N = token_losses(cfg, out, batch)
+        loss_sum, losses_BT = token_losses(cfg, out, batch)
         share = loss_sum / totals.predicted
         if balance_cfg.method == "aux_loss":
             losses = [x for name, x in stats.items() if name.endswith("/balance_loss")]
             balance_loss = sum(map(jnp.sum, losses)) / totals.tokens
             share += balance_cfg.aux_weight * balance_loss
-        nats = jnp.sum(losses_N * batch.weights_BT.reshape(-1))
+        nats = jnp.sum(losses_BT * batch.weights_BT)
         return share, (nats, jax.lax.stop_gradient(stats))
 
     return loss
@@ -85,12 +85,12 @@ def make_loss(cfg: config.Config) -> Callable[..., tuple[jax.Array, Any]]:
 def token_losses(
     cfg: config.Config, out: transformer.Forward, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """Weighted loss sum, and each token's unweighted cross-entropy [B*T]; nats."""
+    """Weighted loss sum, and each token's unweighted cross-entropy [B, T]; nats."""
     return chunked_cross_entropy(
-        out.h_BTD.reshape(-1, out.h_BTD.shape[-1]),
+        out.h_BTD,
         out.unembed_DW,
-        batch.targets_BT.reshape(-1),
-        batch.weights_BT.reshape(-1),
+        batch.targets_BT,
+        batch.weights_BT,
         chunk_size=cfg.train.loss_chunk,
         z_loss=cfg.train.z_loss,
     )
@@ -163,9 +163,9 @@ def make_eval_step(
         out = transformer.apply(
             cfg.model, variables, batch.tokens_BT, batch.segment_ids_BT
         )
-        _, losses_N = token_losses(cfg, out, batch)
-        weights_N = batch.weights_BT.reshape(-1)
-        return {"nats": jnp.sum(losses_N * weights_N), "tokens": jnp.sum(weights_N)}
+        _, losses_BT = token_losses(cfg, out, batch)
+        weights_BT = batch.weights_BT
+        return {"nats": jnp.sum(losses_BT * weights_BT), "tokens": jnp.sum(weights_BT)}
 
     return eval_step
 

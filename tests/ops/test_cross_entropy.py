@@ -18,12 +18,13 @@ from kimi_jax.ops.cross_entropy import (
 Z_LOSS = 0.01
 
 
-def draw(N=13, D=6, W=11, dtype=np.float64):
+def draw(B=2, T=13, D=6, W=11, dtype=np.float64):
     rng = np.random.default_rng(0)
-    h, w = rng.normal(size=(N, D)).astype(dtype), rng.normal(size=(D, W)).astype(dtype)
-    targets = rng.integers(0, W, size=N).astype(np.int32)
-    weights = rng.uniform(0.5, 2, size=N).astype(dtype)
-    weights[2] = weights[-1] = 0
+    h = rng.normal(size=(B, T, D)).astype(dtype)
+    w = rng.normal(size=(D, W)).astype(dtype)
+    targets = rng.integers(0, W, size=(B, T)).astype(np.int32)
+    weights = rng.uniform(0.5, 2, size=(B, T)).astype(dtype)
+    weights[0, 2] = weights[-1, -1] = 0
     return h, w, targets, weights
 
 
@@ -43,7 +44,7 @@ def runner(op, **options):
 
 
 @pytest.mark.parametrize(
-    ("chunk_size", "z_loss"), [(4, Z_LOSS), (4, 0.0), (5, 0.0), (1, Z_LOSS), (13, 0.0)]
+    ("chunk_size", "z_loss"), [(8, Z_LOSS), (8, 0.0), (10, 0.0), (1, Z_LOSS), (26, 0.0)]
 )
 def test_value_and_gradient_match_whole_logits(chunk_size, z_loss):
     with jax.enable_x64(True):
@@ -62,22 +63,22 @@ def test_padding_targets_are_harmless():
         h, w, targets, weights = draw()
         run = runner(chunked_cross_entropy, chunk_size=4, z_loss=Z_LOSS)
         (clean, losses), grads = run(h, w, targets, weights)
-        targets[2], targets[-1] = -100, 1_000_000
+        targets[0, 2], targets[-1, -1] = -100, 1_000_000
         (padded, padded_losses), padded_grads = run(h, w, targets, weights)
         chex.assert_trees_all_equal((clean, grads[:2]), (padded, padded_grads[:2]))
-        assert padded_losses[2] == padded_losses[-1] == 0
+        assert padded_losses[0, 2] == padded_losses[-1, -1] == 0
         keep = weights > 0
         chex.assert_trees_all_equal(losses[keep], padded_losses[keep])
 
 
 def test_a_target_outside_the_vocabulary_is_not_silent():
     h, w, targets, weights = draw(dtype=np.float32)
-    targets[5] = w.shape[1]
+    targets[1, 5] = w.shape[1]
     (loss_sum, losses), _ = runner(chunked_cross_entropy, chunk_size=4)(
         h, w, targets, weights
     )
     assert np.isnan(loss_sum)
-    assert np.isnan(losses[5]) and np.isfinite(losses).sum() == len(losses) - 1
+    assert np.isnan(losses[1, 5]) and np.isfinite(losses).sum() == losses.size - 1
 
 
 def test_per_token_losses_carry_no_gradient():
@@ -94,7 +95,7 @@ def test_large_logits_do_not_overflow():
 
 
 def test_bfloat16_states_with_float32_embedding():
-    h, w, targets, weights = draw(N=256, D=32, W=64)
+    h, w, targets, weights = draw(T=128, D=32, W=64)
     h, w = jnp.asarray(h, jnp.bfloat16), jnp.asarray(w, jnp.float32)
     run = runner(chunked_cross_entropy, chunk_size=64)
     (loss, losses), (dh, dw, _) = run(h, w, targets, weights.astype(np.float32))
@@ -114,27 +115,29 @@ def test_bfloat16_states_with_float32_embedding():
 
 
 def test_memory_is_that_of_one_chunk():
-    N, D, W, chunk_size = 8192, 8, 4096, 256
-    shapes = [((N, D), np.float32), ((D, W), np.float32), ((N,), np.int32)]
-    args = [jax.ShapeDtypeStruct(*s) for s in [*shapes, ((N,), np.float32)]]
+    B, T, D, W, chunk_size = 4, 2048, 8, 4096, 256
+    shapes = [((B, T, D), np.float32), ((D, W), np.float32), ((B, T), np.int32)]
+    args = [jax.ShapeDtypeStruct(*s) for s in [*shapes, ((B, T), np.float32)]]
 
     def temp(run):
         return run.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
-    whole = 4 * N * W
+    whole = 4 * B * T * W
     assert temp(runner(cross_entropy_reference)) >= whole
     assert temp(runner(chunked_cross_entropy, chunk_size=chunk_size)) < whole / 8
 
 
 def test_sharded_tokens_are_never_gathered():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    args = draw(N=64, dtype=np.float32)
-    specs = P("data", None), P(), P("data"), P("data")
+    """Neither rows over one mesh axis, nor time over another."""
+    mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
+    args = draw(T=64, dtype=np.float32)
+    tokens = P("data", "context")
+    specs = P("data", "context", None), P(), tokens, tokens
     sharded = [
         jax.device_put(x, NamedSharding(mesh, spec))
         for x, spec in zip(args, specs, strict=True)
     ]
-    run = runner(chunked_cross_entropy, chunk_size=16).lower(*sharded).compile()
+    run = runner(chunked_cross_entropy, chunk_size=32).lower(*sharded).compile()
     for collective in ("all-gather", "all-to-all", "collective-permute"):
         assert collective not in run.as_text()
     want = runner(cross_entropy_reference)(*args)
@@ -144,7 +147,7 @@ def test_sharded_tokens_are_never_gathered():
 def test_bad_arguments_are_named():
     h, w, targets, weights = draw(dtype=np.float32)
     loss = partial(chunked_cross_entropy, chunk_size=4)
-    with pytest.raises(ValueError, match=r"targets \(12,\)"):
+    with pytest.raises(ValueError, match=r"targets \(1, 13\)"):
         loss(h, w, targets[:-1], weights)
     with pytest.raises(ValueError, match=r"w \(11, 6\)"):
         loss(h, w.T, targets, weights)
