@@ -16,7 +16,7 @@ def base() -> ConfigDict:
             "optimizer": optimizer(),
             "train": train(),
             "sample": {"prompt": "KING", "num_tokens": 200, "temperature": 0.8},
-            "mesh": {"data": 1},
+            "mesh": {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1},
         }
     )
 

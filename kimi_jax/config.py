@@ -214,7 +214,14 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    data: int  # devices over which the batch is split; -1: all
+    """Devices along each axis (see `kimi_jax/sharding.py`); one axis may be -1: all
+    that are left."""
+
+    data: int
+    fsdp: int
+    expert: int
+    context: int
+    tensor: int
 
 
 @dataclasses.dataclass(frozen=True)

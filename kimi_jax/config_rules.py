@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from kimi_jax.config import (
@@ -261,15 +262,12 @@ def _data(config: Config) -> Iterator[str]:
     fraction = config.data.validation_fraction
     if not 0.0 < fraction < 1.0:
         yield f"config.data.validation_fraction={fraction}: must be between 0 and 1"
-    devices = config.mesh.data
-    if devices != -1 and devices < 1:
-        yield f"config.mesh.data={devices}: a number of devices, or -1 for all"
-    rows = config.train.batch_size // max(1, config.train.micro_batches)
-    if devices > 0 and rows % devices:
-        yield (
-            f"config.mesh.data={devices}: does not divide the {rows} rows of a "
-            "micro-batch (train.batch_size / train.micro_batches)"
-        )
+    sizes = dataclasses.asdict(config.mesh)
+    for axis, size in sizes.items():
+        if size != -1 and size < 1:
+            yield f"config.mesh.{axis}={size}: a number of devices, or -1 for the rest"
+    if list(sizes.values()).count(-1) > 1:
+        yield "config.mesh: only one axis may be -1, which takes the devices left over"
     if config.sample.temperature < 0.0:
         yield f"config.sample.temperature={config.sample.temperature}: must be >= 0"
 

@@ -109,6 +109,12 @@ def _fill(mesh: config.Mesh, devices: Sequence[Any]) -> dict[str, int]:
     raise UserError(f"config.mesh: {shown} on {total} {kind} devices; {fix}")
 
 
+def describe(mesh: Mesh) -> str:
+    """ "fsdp=4 x tensor=2"."""
+    sizes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
+    return " x ".join(sizes) or "one device"
+
+
 def misfits(cfg: config.Config, sizes: dict[str, int]) -> list[str]:
     """What `sizes` of the mesh axes do not divide, each with the nearest that would."""
     found = []

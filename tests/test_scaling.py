@@ -31,7 +31,7 @@ def compiled(layers: int, *overrides: str):
     )
     transform = make_transform(cfg)
     state = jax.eval_shape(lambda: init_state(cfg, transform))
-    batch = batch_shape(cfg.train, sharding.by_rows(sharding.make_mesh(cfg)))
+    batch = batch_shape(cfg.train, sharding.batch_sharding(sharding.make_mesh(cfg)))
     lowered = jax.jit(make_train_step(cfg, transform)).lower(state, batch)
     # The CPU time of this process: what else the machine does is no matter.
     started = time.process_time()

@@ -7,7 +7,7 @@ import pathlib
 import jax
 from rich.console import Console
 
-from kimi_jax import accounting, config, layout
+from kimi_jax import accounting, config, layout, sharding
 from kimi_jax.data import loader, statistics
 from kimi_jax.monitor import metrics
 from kimi_jax.monitor.console import print_first_screen
@@ -68,7 +68,7 @@ def _run_rows(
     mirror = "on" if metrics.tensorboard_available() else "off: install tensorboardX"
     return [
         ("model", layer_row(cfg.model)),
-        ("mesh", f"data={mesh.size} ({device.device_kind})"),
+        ("mesh", f"{sharding.describe(mesh)} ({device.device_kind})"),
         ("kda kernel", f"{kernel}: {why}"),
         (
             "experts",

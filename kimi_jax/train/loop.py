@@ -158,7 +158,7 @@ def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:
     if first >= last:
         run.progress.note(f"already finished: step {first} of {last}")
         return state
-    rows = sharding.by_rows(run.mesh)
+    rows = sharding.batch_sharding(run.mesh)
     step_fn, evaluate = _compile(run, state)
     log, previous = StepLog(run.cfg, run.data, run.metrics, run.progress), None
     for step, host in enumerate(loader.iterate(run.data.train, first, last), first + 1):
@@ -213,7 +213,7 @@ def _compile(run: _Run, state: State) -> tuple[Callable[..., Any], Evaluator]:
     """The train step and the evaluation, compiled before the first step is timed."""
     run.progress.note("compiling the train step ...")
     started = time.monotonic()
-    rows = sharding.by_rows(run.mesh)
+    rows = sharding.batch_sharding(run.mesh)
     step_fn = jax.jit(make_train_step(run.cfg, run.transform), donate_argnums=0)
     compiled = step_fn.lower(state, batch_shape(run.cfg.train, rows)).compile()
     evaluate = Evaluator(run.cfg, run.data, rows, state)

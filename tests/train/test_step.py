@@ -43,7 +43,7 @@ def run(cfg, steps=1, mesh=None):
     for i in range(steps):
         data = batch(i)
         if mesh is not None:
-            data = jax.device_put(data, sharding.by_rows(mesh))
+            data = jax.device_put(data, sharding.batch_sharding(mesh))
             state = jax.device_put(state, sharding.replicated(mesh))
         state, metrics = step(state, data)
     return state, metrics
@@ -140,7 +140,7 @@ def first_step():
         params, balance = variables["params"], variables["balance"]
         start = State(jnp.int32(0), params, balance, transform.init(params))
         start = jax.device_put(start, sharding.replicated(mesh))
-        return start, *step(start, jax.device_put(batch, sharding.by_rows(mesh)))
+        return start, *step(start, jax.device_put(batch, sharding.batch_sharding(mesh)))
 
     with jax.enable_x64(True):
         yield cfg.model, run
