@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from kimi_jax import layout
+from kimi_jax import layout, sharding
 from kimi_jax.config import Model
 from kimi_jax.modules import attend, parameters
 from kimi_jax.modules.sublayer import (
@@ -132,6 +132,7 @@ def apply(
     stats: dict[str, Any] = {}
     collections = ("stats", attend.MAX_LOGITS) if max_logits else ("stats",)
     x_BTD, _ = _call(Embedding(model), _sub(variables, "embedding"), tokens_BT)
+    x_BTD = sharding.constrain(x_BTD, "rows", "time", None)
     stream = start_stream(model, layout.num_blocks(model), x_BTD)
     for s, stage in enumerate(layout.plan(model)):
         name = layout.stage_name(s)
