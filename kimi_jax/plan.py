@@ -1,0 +1,275 @@
+"""Will it fit, and how fast could it be: a train step, compiled and not run.
+
+The real step of a config is compiled for the devices of a mesh, which need not exist
+(`kimi_jax.topology`). The compiler then tells memory and collectives; arithmetic comes
+from `kimi_jax.flops`, because XLA counts the body of a loop once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from kimi_jax import accounting, canonical, flops, hardware, hlo, sharding
+from kimi_jax.config import Config
+from kimi_jax.train.program import lower_train_step, state_shape
+
+
+class Share(NamedTuple):
+    """Bytes on one device of one part of the model."""
+
+    name: str
+    parameters: int
+    optimizer: int
+
+
+class Memory(NamedTuple):
+    """Bytes on one device, from the compiler."""
+
+    arguments: int  # the state and a batch; the step updates the state in place
+    temporaries: int  # activations, gradients, gathered parameters
+    program: int
+    offloaded: int  # temporaries in the host's memory
+    limit: int | None  # None: not known for this device
+
+    @property
+    def used(self) -> int:
+        return self.arguments + self.temporaries + self.program
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.limit is None else self.used <= self.limit
+
+
+class Roofline(NamedTuple):
+    """Least seconds of a step, by what they are spent on; the largest is the bound."""
+
+    arithmetic: float  # FLOPs of the model, and of what remat repeats
+    memory: float  # reading weights and updating the state; activations left out
+    links: float  # collectives, as if over all links of a device at once
+
+    @property
+    def seconds(self) -> float:
+        return max(self)
+
+    @property
+    def bound(self) -> str:
+        return max(self._fields, key=lambda name: getattr(self, name))
+
+
+class Plan(NamedTuple):
+    """What compiling a step for a mesh told."""
+
+    devices: int
+    device_kind: str
+    mesh: dict[str, int]
+    shares: list[Share]
+    memory: Memory
+    collectives: dict[str, hlo.Collective]
+    flops: float  # of the model, for one step on all devices
+    roofline: Roofline | None  # None: the device is not in the hardware table
+    utilisation: float | None  # model FLOPs, at the roofline's time, of the peak
+    lower_seconds: float
+    compile_seconds: float
+
+
+def make_plan(cfg: Config, mesh: Mesh) -> Plan:
+    """Compile the train step of `cfg` for `mesh`; nothing is allocated on a device."""
+    started = time.monotonic()
+    lowered = lower_train_step(cfg, mesh)
+    lowered_at = time.monotonic()
+    compiled = lowered.compile()
+    done = time.monotonic()
+    device = mesh.devices.flat[0]
+    row = hardware.look_up(device.device_kind)
+    stats = compiled.memory_analysis()
+    memory = Memory(
+        stats.argument_size_in_bytes,
+        stats.temp_size_in_bytes,
+        stats.generated_code_size_in_bytes,
+        stats.host_temp_size_in_bytes,
+        None if row is None else row.memory,
+    )
+    traffic = hlo.collective_bytes(compiled.as_text())
+    total = flops.step_flops(cfg)
+    roofline = None if row is None else _roofline(cfg, mesh, row, traffic, total)
+    utilisation = None
+    if row is not None and roofline is not None:
+        utilisation = total / (roofline.seconds * row.flops * mesh.size)
+    return Plan(
+        mesh.size,
+        device.device_kind,
+        dict(mesh.shape),
+        shares(cfg, mesh),
+        memory,
+        traffic,
+        total,
+        roofline,
+        utilisation,
+        lowered_at - started,
+        done - lowered_at,
+    )
+
+
+def shares(cfg: Config, mesh: Mesh) -> list[Share]:
+    """What each part of the model keeps on one device between steps."""
+    state = state_shape(cfg, mesh)
+    found: dict[str, list[int]] = {}
+    for which, tree in enumerate((state.params, state.optimizer)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            local = leaf.sharding.shard_shape(leaf.shape)
+            size = math.prod(local) * leaf.dtype.itemsize
+            part = accounting.part_of(canonical.path_name(path)) if leaf.ndim else ""
+            found.setdefault(part, [0, 0])[which] += size
+    order = [part.name for part in accounting.parameter_parts(cfg.model)]
+    return [Share(name, *found[name]) for name in order]
+
+
+def _roofline(
+    cfg: Config,
+    mesh: Mesh,
+    row: hardware.Device,
+    traffic: dict[str, hlo.Collective],
+    total: float,
+) -> Roofline:
+    train = cfg.train
+    # Forward, backward (twice the forward), and what remat makes the forward repeat.
+    repeats = {"none": 3, "unit": 4, "block": 4, "nested": 5}[train.remat]
+    arithmetic = total * repeats / 3 / (row.flops * mesh.size)
+    return Roofline(
+        arithmetic,
+        _state_and_weight_bytes(cfg, mesh, repeats) / row.bandwidth,
+        sum(kind.sent_bytes for kind in traffic.values()) / row.link,
+    )
+
+
+def _state_and_weight_bytes(cfg: Config, mesh: Mesh, passes: int) -> float:
+    """Bytes of weights that a device reads in a step, and of state that it rewrites."""
+    kept = sum(share.parameters + share.optimizer for share in shares(cfg, mesh))
+    state = state_shape(cfg, mesh)
+    width = jax.numpy.dtype(cfg.model.dtype).itemsize
+    weights = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        spec = sharding.parameter_spec(path, leaf)
+        # Gathered over fsdp before it is used; split over the other axes all along.
+        split = [mesh.shape[a] for a in spec if isinstance(a, str) and a != "fsdp"]
+        weights += leaf.size * width // math.prod(split)
+    return 2 * kept + passes * cfg.train.micro_batches * weights
+
+
+def advice(cfg: Config, plan: Plan) -> list[str]:
+    """Changes that would make a plan fit, the most promising first."""
+    memory, mesh = plan.memory, plan.mesh
+    if memory.fits is not False:
+        return []
+    limit = memory.limit or 0
+    found = []
+    if memory.arguments > limit / 2:
+        axis = "expert" if _most(plan) == "routed experts" else "fsdp"
+        found.append(
+            f"parameters and optimizer take {_gib(memory.arguments)}: raise "
+            f"--config.mesh.{axis} above {mesh[axis]}, or use a larger slice"
+        )
+        if cfg.optimizer.momentum_dtype == "float32":
+            found.append("halve momenta: --config.optimizer.momentum_dtype=bfloat16")
+    rows = cfg.train.batch_size // cfg.train.micro_batches
+    split = mesh["data"] * mesh["fsdp"] * mesh["expert"]
+    if rows > split:
+        more = cfg.train.micro_batches * (rows // split)
+        found.append(f"one row a device at a time: --config.train.micro_batches={more}")
+    if cfg.train.remat != "nested":
+        found.append("keep less for the backward pass: --config.train.remat=nested")
+    if rows <= split or cfg.train.seq_len > 32768:
+        found.append(
+            f"split time: raise --config.mesh.context above {mesh['context']}"
+        )
+    return found
+
+
+def _most(plan: Plan) -> str:
+    return max(plan.shares, key=lambda share: share.parameters + share.optimizer).name
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"
+
+
+def rows(cfg: Config, plan: Plan) -> list[tuple[str, list[tuple[Any, ...]]]]:
+    """The plan as titled tables."""
+    memory = plan.memory
+    kept: list[tuple[Any, ...]] = [("part", "parameters", "optimizer")]
+    kept += [(s.name, _gib(s.parameters), _gib(s.optimizer)) for s in plan.shares]
+    kept.append(
+        (
+            "all",
+            _gib(sum(s.parameters for s in plan.shares)),
+            _gib(sum(s.optimizer for s in plan.shares)),
+        )
+    )
+    fits = {None: "limit unknown", True: "fits", False: "DOES NOT FIT"}[memory.fits]
+    limit = "" if memory.limit is None else f" of {_gib(memory.limit)}"
+    used = [
+        ("state and batch", _gib(memory.arguments)),
+        ("temporaries", _gib(memory.temporaries)),
+        ("program", _gib(memory.program)),
+        ("all", f"{_gib(memory.used)}{limit}: {fits}"),
+        ("offloaded to the host", _gib(memory.offloaded)),
+    ]
+    sent: list[tuple[Any, ...]] = [("kind", "times a step", "sent by a device")]
+    sent += [
+        (kind, _times(t), _gib(t.sent_bytes)) for kind, t in plan.collectives.items()
+    ]
+    return [
+        ("kept on a device between steps", kept),
+        ("memory of a device", used),
+        ("collectives", sent),
+        ("time", _time_rows(cfg, plan)),
+    ]
+
+
+def _times(collective: hlo.Collective) -> str:
+    return f"{'' if collective.exact else 'at least '}{collective.runs:,}"
+
+
+def _time_rows(cfg: Config, plan: Plan) -> list[tuple[str, str]]:
+    tokens = cfg.train.batch_size * cfg.train.seq_len
+    found = [
+        ("tokens a step", f"{tokens:,}"),
+        ("model FLOPs a step", f"{plan.flops:.3e}"),
+        ("compiled in", f"{plan.lower_seconds:.0f} s + {plan.compile_seconds:.0f} s"),
+    ]
+    line = plan.roofline
+    if line is None or plan.utilisation is None:
+        return found
+    return [
+        *found,
+        ("arithmetic, at least", f"{line.arithmetic:.3f} s"),
+        ("memory, at least", f"{line.memory:.3f} s"),
+        ("links, at least", f"{line.links:.3f} s"),
+        (
+            "a step, at least",
+            f"{line.seconds:.3f} s, bound by {line.bound}; "
+            f"{plan.utilisation:.0%} of peak, {tokens / line.seconds:,.0f} tokens/s",
+        ),
+    ]
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """Everything in the plan, for programs."""
+    values = plan._asdict()
+    values["shares"] = [share._asdict() for share in plan.shares]
+    values["memory"] = plan.memory._asdict() | {
+        "used": plan.memory.used,
+        "fits": plan.memory.fits,
+    }
+    values["collectives"] = {k: t._asdict() for k, t in plan.collectives.items()}
+    if plan.roofline is not None:
+        values["roofline"] = plan.roofline._asdict() | {
+            "seconds": plan.roofline.seconds,
+            "bound": plan.roofline.bound,
+        }
+    return values
