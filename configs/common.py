@@ -24,7 +24,8 @@ def base() -> ConfigDict:
 
 def data() -> dict:
     return {
-        "path": "",
+        "sources": ("",),  # Shakespeare's plays
+        "tokenizer": "bytes",
         "validation_fraction": 0.05,
         "seed": 0,
         "packing": "split",
@@ -157,6 +158,7 @@ def train() -> dict:
         "eval_length_multiples": (1,),
         "checkpoint_every": 100,
         "checkpoint_keep": 2,
+        "checkpoint_keep_every": None,
     }
 
 

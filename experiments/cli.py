@@ -9,7 +9,9 @@ reported together with its fix.
 from __future__ import annotations
 
 import importlib.util
+import os
 import pathlib
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -50,6 +52,11 @@ def run(
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return getattr(error, "exit_code", 1)
+        except KeyboardInterrupt:
+            print("stopped at once; finished checkpoints are intact", file=sys.stderr)
+            sys.stderr.flush()
+            # A plain exit would first wait for the threads that write a checkpoint.
+            os._exit(128 + signal.SIGINT)
         except OSError as error:
             if error.filename is None:
                 raise

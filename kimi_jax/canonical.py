@@ -12,6 +12,7 @@ use canonical names instead, one array a layer:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,6 +79,12 @@ def unflatten(model: Model, flat: Mapping[str, Any], template: Any) -> Any:
         )
         raise ValueError("parameters do not match the model:\n  " + "\n  ".join(shown))
     return tree
+
+
+def fingerprint(flat: Mapping[str, Any]) -> str:
+    """Digest of names, shapes and dtypes; equal for trees that can be exchanged."""
+    lines = [f"{name} {flat[name].shape} {flat[name].dtype}\n" for name in sorted(flat)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def path_name(path: Any) -> str:

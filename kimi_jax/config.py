@@ -145,7 +145,10 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    path: str  # a .txt, .jsonl or directory; empty: the default corpus
+    # Each a file, directory, tree:DIRECTORY or token store, or "": the default corpus.
+    sources: tuple[str, ...]
+    # "bytes", or the path of a tokenizer.json or tiktoken file.
+    tokenizer: str
     validation_fraction: float
     seed: int
     # "split" joins documents and cuts every seq_len; "best_fit" keeps them whole.
@@ -198,7 +201,8 @@ class Train:
     # Held-out text is read in windows of these many seq_len; 1 comes first.
     eval_length_multiples: tuple[int, ...]
     checkpoint_every: int
-    checkpoint_keep: int
+    checkpoint_keep: int  # the last N
+    checkpoint_keep_every: int | None  # and for good those of every K-th step
 
 
 @dataclasses.dataclass(frozen=True)

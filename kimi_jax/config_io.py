@@ -125,6 +125,8 @@ def _parse(kind: Any, text: str) -> Any:
         item_kind = typing.get_args(kind)[0]
         if typing.get_origin(item_kind) is tuple:
             return _plain(_literal(text))
+        if item_kind is str and not text:
+            return ("",)  # the shell takes the quotes of ''
         items = text.strip().strip("()[]").split(",")
         return tuple(_parse(item_kind, i.strip(" '\"")) for i in items if i.strip())
     if kind is str or origin is typing.Literal:

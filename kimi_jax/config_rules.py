@@ -71,6 +71,7 @@ def _positive(config: Config) -> Iterator[str]:
                 "eval_batches",
                 "checkpoint_every",
                 "checkpoint_keep",
+                "checkpoint_keep_every",
             ),
         ),
     }
@@ -215,6 +216,12 @@ def _train(train: Train) -> Iterator[str]:
             f"config.train.eval_length_multiples={multiples}: must begin with 1, the "
             "training length, and increase, such as (1, 4)"
         )
+    keep, every = train.checkpoint_keep_every, train.checkpoint_every
+    if keep is not None and keep >= 1 and every >= 1 and keep % every:
+        yield (
+            f"config.train.checkpoint_keep_every={keep}: only steps that are saved can "
+            f"be kept; use a multiple of checkpoint_every={every}, or None"
+        )
 
 
 def _optimizer(optimizer: Optimizer, kinds: Sequence[str]) -> Iterator[str]:
@@ -248,6 +255,17 @@ def _optimizer(optimizer: Optimizer, kinds: Sequence[str]) -> Iterator[str]:
 
 
 def _data(config: Config) -> Iterator[str]:
+    sources = config.data.sources
+    if not sources:
+        yield (
+            "config.data.sources=(): empty; name a file, directory or token store, or "
+            "'' for the default corpus"
+        )
+    twice = sorted({name for name in sources if sources.count(name) > 1})
+    if twice:
+        yield f"config.data.sources: {twice[0]!r} is named twice; name it once"
+    if not config.data.tokenizer:
+        yield "config.data.tokenizer='': write 'bytes' or the path of a tokenizer file"
     fraction = config.data.validation_fraction
     if not 0.0 < fraction < 1.0:
         yield f"config.data.validation_fraction={fraction}: must be between 0 and 1"

@@ -34,6 +34,8 @@ def test_all_problems_are_reported_at_once():
     [
         ("model.moe.num_active=99", "more than num_experts=4"),
         ("train.micro_batches=3", "try micro_batches="),
+        ("train.checkpoint_keep_every=3", "a multiple of checkpoint_every=2"),
+        ("train.checkpoint_keep_every=0", "must be at least 1"),
         ("model.attention=kda*9", "names 9 layers"),
         ("model.attention=kda,mlp", "'mlp' is not one of"),
         ("model.kda.gate_lower_bound=-6.0", "must be in [-5, 0)"),
@@ -62,6 +64,9 @@ def test_all_problems_are_reported_at_once():
         ("data.mixture=((0.1, 1),)", "the first must begin at 0.0"),
         ("data.mixture=((0.0, 1), (0.0, 1))", "the others later and later"),
         ("data.mixture=((0.0, 1), (1.0, 1))", "below 1.0"),
+        ("data.sources=()", "empty; name a file"),
+        ("data.sources=a,b,a", "'a' is named twice"),
+        ("data.tokenizer=", "write 'bytes'"),
         ("optimizer.learning_rate=0", "must be positive"),
         ("optimizer.muon_update_rms=0", "must be positive"),
         ("optimizer.momentum_dtype=float16", "'bfloat16'"),
@@ -105,6 +110,9 @@ def test_traps_of_config_dicts():
     assert config.model.kda.implementation == "xla"
     assert tiny.make("model.residual.block_size=2").model.residual.block_size == 2.0
     assert tiny.make("train.steps=1e3").train.steps == 1000
+    # The shell takes the quotes of '', which names the default corpus.
+    assert tiny.make("data.sources=").data.sources == ("",)
+    assert tiny.make("data.sources='',a").data.sources == ("", "a")
 
 
 def test_how_a_run_is_watched():

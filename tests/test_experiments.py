@@ -68,6 +68,26 @@ def test_mistakes_are_one_message_and_exit_1(tmp_path):
     assert "Traceback" not in done.stderr and not workdir.exists()
 
 
+def test_tokenize_prints_what_it_made_and_makes_it_once(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"To be, or not to be")
+    arguments = (
+        "experiments.tokenize",
+        "--config=configs/quickstart.py",
+        f"--config.data.sources={tmp_path / 'text.txt'}",
+        f"--workdir={tmp_path / 'store'}",
+    )
+    for last in ("made in", "verified in"):
+        done = command(*arguments)
+        assert done.returncode == 0, done.stderr
+        words = " ".join(done.stdout.split())
+        assert "documents 1 " in words and "tokens 21 (uint16)" in words
+        assert f"written to {tmp_path / 'store'} {last}" in words
+    assert (tmp_path / "store" / "store.json").exists()
+    done = command(*arguments, f"--config.data.sources={tmp_path / 'store'}")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "is a token store, there is nothing to tokenise" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

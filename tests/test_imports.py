@@ -43,7 +43,7 @@ OTHERS = {
     "configs": {"ml_collections"},
     "pallas_kernels": {"jax", "numpy"},
     "kimi_jax.ops": {"jax", "numpy"},
-    "kimi_jax.data": {"grain", "numpy"},
+    "kimi_jax.data": {"etils", "grain", "numpy"},
 }
 
 

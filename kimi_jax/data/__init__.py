@@ -1,13 +1,18 @@
 """From text on disk to batches: nothing here knows of models or devices.
 
-corpus       local files, or the default corpus, to documents
-tokenizer    bytes and 16 specials
-documents    documents of a token store: held out or not, and by length
-packing      which pieces of which documents share a window
-windows      windows by index
-mixture      which part of the data each row of a run comes from
-parts        sources and strata to the parts of a mixture
-permutation  orders and draws that can be evaluated at any index
-loader       batches by step, read-ahead
-statistics   the figures of the data, before a run starts
+sources          what a user names, to shards of documents
+formats          one file to documents
+shakespeare      the default corpus
+tokenizer        what a tokenizer is; bytes and 16 specials
+tokenizer_files  tokenizer.json and tiktoken files
+build_store      tokenise a source once, resumably
+store            the flat token stream on disk
+documents        documents of a token store: held out or not, and by length
+packing          which pieces of which documents share a window
+windows          windows by index
+mixture          which part of the data each row of a run comes from
+parts            sources and strata to the parts of a mixture
+permutation      orders and draws that can be evaluated at any index
+loader           batches by step, read-ahead
+statistics       the figures of the data, before a run starts
 """

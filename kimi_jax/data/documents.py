@@ -6,14 +6,12 @@ them are kept as places in the store; no token is copied.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kimi_jax.data.permutation import uniform
-from kimi_jax.data.tokenizer import ByteTokenizer
 
 
 class TokenStore(Protocol):
@@ -27,15 +25,8 @@ class TokenStore(Protocol):
     def documents(self) -> int: ...
     @property
     def digest(self) -> str: ...  # of the content
-
-
-class MemoryStore(NamedTuple):
-    """A token store without a file."""
-
-    tokens_N: np.ndarray
-    offsets_M: np.ndarray
-    documents: int
-    digest: str
+    @property
+    def title(self) -> str: ...  # for people
 
 
 class Documents(NamedTuple):
@@ -60,18 +51,6 @@ class Split(NamedTuple):
 
     train: Documents
     validation: Documents
-
-
-def memory_store(texts: Sequence[bytes], tokenizer: ByteTokenizer) -> MemoryStore:
-    """Tokenizes `texts`, a document each, into a store in memory."""
-    offsets_M = np.cumsum([0, *(len(text) + 2 for text in texts)], dtype=np.int64)
-    tokens_N = np.empty(offsets_M[-1], np.uint16)
-    for text, start, end in zip(texts, offsets_M[:-1], offsets_M[1:], strict=True):
-        tokens_N[start] = tokenizer.bos
-        tokens_N[start + 1 : end - 1] = tokenizer.encode(text)
-        tokens_N[end - 1] = tokenizer.eod
-    digest = hashlib.blake2b(tokens_N.tobytes(), digest_size=16).hexdigest()
-    return MemoryStore(tokens_N, offsets_M, len(texts), digest)
 
 
 def hold_out(store: TokenStore, validation_fraction: float, seed: int) -> Split:

@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kimi_jax.config import Config
 from kimi_jax.data import mixture, statistics
-from kimi_jax.data.corpus import load_corpus
-from kimi_jax.data.documents import Documents, TokenStore, hold_out, memory_store
+from kimi_jax.data.build_store import Progress, prepare_store
+from kimi_jax.data.documents import Documents, TokenStore, hold_out
 from kimi_jax.data.parts import make_cells, make_pools
 from kimi_jax.data.permutation import permute
-from kimi_jax.data.tokenizer import ByteTokenizer
+from kimi_jax.data.store import check_vocabulary
+from kimi_jax.data.tokenizer import Tokenizer
+from kimi_jax.data.tokenizer_files import load_tokenizer
 from kimi_jax.data.windows import Batch, Pool, pack, padding_batch
 
 UNIGRAM_TOKENS = 2**22
@@ -194,42 +197,50 @@ class Data(NamedTuple):
 
     train: TrainBatches
     validation: EvalBatches
-    tokenizer: ByteTokenizer
+    tokenizer: Tokenizer
+    identity: dict[str, str]  # equal for a run that may go on with this text
     summary: dict[str, str | int | float]
     statistics: list[statistics.Statistics]
 
 
-def load_data(cfg: Config) -> Data:
-    """`make_data` of the corpus at `cfg.data.path`, by the byte tokenizer.
+def load_data(
+    cfg: Config,
+    folder: pathlib.Path,
+    progress: Callable[[str], Callable[[Progress], None]] | None = None,
+) -> Data:
+    """`make_data` of the sources in `cfg.data`, tokenised into `folder` where needed.
 
-    The summary has two more entries: source and skipped.
+    Args:
+      folder: source i becomes the token store `folder`/0i, unless it is one.
+      progress: of a source's name, gives what is told how far tokenising has come.
 
     Raises:
-      ValueError: see `load_corpus` and `make_data`.
+      UserError: a source or the tokenizer cannot be read, or the vocabulary is small.
+      ValueError: see `make_data`.
     """
-    corpus = load_corpus(cfg.data.path)
-    tokenizer = ByteTokenizer()
-    store = memory_store(corpus.documents, tokenizer)
-    data = make_data([store], [corpus.source], tokenizer, cfg)
-    summary = {"source": corpus.source, "skipped": corpus.skipped, **data.summary}
-    return data._replace(summary=summary)
+    tokenizer = load_tokenizer(cfg.data.tokenizer)
+    check_vocabulary(tokenizer, cfg.model.vocab_size)
+    stores = [
+        prepare_store(
+            source,
+            tokenizer,
+            folder / f"{number:02}",
+            progress=progress and progress(source),
+        )
+        for number, source in enumerate(cfg.data.sources)
+    ]
+    return make_data(stores, tokenizer, cfg)
 
 
-def make_data(
-    stores: Sequence[TokenStore],
-    names: Sequence[str],
-    tokenizer: ByteTokenizer,
-    cfg: Config,
-) -> Data:
+def make_data(stores: Sequence[TokenStore], tokenizer: Tokenizer, cfg: Config) -> Data:
     """Splits, packs and mixes the documents of `stores`.
 
     Args:
       stores: one a source, in the order of the weights in `cfg.data.mixture`.
-      names: of the sources, for people.
       tokenizer: the one that made the stores.
 
     Returns:
-      Batches, tokenizer, the statistics of every cell, and a summary for people:
+      Batches, tokenizer, digests, the statistics of every cell, and a summary:
       documents, train_tokens, validation_tokens, windows (of training, an epoch),
       epochs (in the run, over all text), unigram_bits_per_byte (of the validation
       text).
@@ -245,6 +256,7 @@ def make_data(
             f"{len(stores)} sources; write (fraction, one weight for each source)"
         )
     splits = [hold_out(store, data.validation_fraction, data.seed) for store in stores]
+    names = [store.title for store in stores]
     cells = make_cells([s.train for s in splits], names, data, train.seq_len)
     phases = mixture.combine(data.mixture, data.strata_mixture)
     run_rows = train.steps * train.batch_size
@@ -263,6 +275,7 @@ def make_data(
         for sides in zip(*splits, strict=True)
     )
     summary: dict[str, str | int | float] = {
+        "source": ", ".join(names),
         "documents": sum(store.documents for store in stores),
         "train_tokens": train_N,
         "validation_tokens": validation_N,
@@ -271,7 +284,9 @@ def make_data(
         "unigram_bits_per_byte": unigram_entropy(validation, tokenizer.bytes_per_token),
     }
     figures = statistics.measure(cells, schedule, run_rows, train.seq_len)
-    return Data(batches, validation, tokenizer, summary, figures)
+    identity = {f"source {i}": store.digest for i, store in enumerate(stores)}
+    identity["tokenizer"] = tokenizer.fingerprint
+    return Data(batches, validation, tokenizer, identity, summary, figures)
 
 
 def unigram_entropy(source: EvalBatches, bytes_W: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""The byte tokenizer: every byte is a token, so no vocabulary file is needed.
+"""What a tokenizer is, and the byte tokenizer, which needs no vocabulary file.
 
     0..255     the bytes
     256 <pad>  positions that hold no text
@@ -7,28 +7,76 @@
     259..271   reserved, for roles and tools of later training stages
 
 `bytes_per_token` turns a loss per token into bits per byte, the figure that can be
-compared between tokenizers.
+compared between tokenizers. Tokenizers with a file are in `tokenizer_files`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
+
+from kimi_jax.errors import UserError
+
+
+class Tokenizer(Protocol):
+    """Text to ids in 0..vocab_size-1 and back.
+
+    `bos` and `eod` differ and stand in no encoded text, so that they alone mark where
+    documents begin and end. `pad` fills positions without text and may equal `eod`.
+    """
+
+    @property
+    def name(self) -> str:
+        """As `config.data.tokenizer` names it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that give equal ids."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def bos(self) -> int: ...
+
+    @property
+    def eod(self) -> int: ...
+
+    @property
+    def pad(self) -> int: ...
+
+    @property
+    def needs_text(self) -> bool:
+        """Bytes that are not UTF-8 become U+FFFD; otherwise they are kept."""
+
+    @property
+    def bytes_per_token(self) -> np.ndarray:
+        """Bytes of text that a token stands for, float32 [vocab_size]; 0: special."""
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """The ids of `text`, [N], without specials, whatever the text spells."""
+
+    def decode(self, tokens: Iterable[int] | np.ndarray) -> str:
+        """The text of ids; specials vanish, broken UTF-8 becomes U+FFFD."""
 
 
 class ByteTokenizer:
     """Bytes and 16 special tokens; vocabulary of 272."""
 
+    name = "bytes"
+    fingerprint = "bytes-272"
     num_specials = 16
     vocab_size = 256 + num_specials
     pad = 256
     bos = 257
     eod = 258
+    needs_text = False
 
     @property
     def bytes_per_token(self) -> np.ndarray:
-        """Bytes of text that a token stands for, float32 [W]: 1 for a byte, else 0."""
+        """float32 [W]: 1 for a byte, 0 for a special."""
         return (np.arange(self.vocab_size) < 256).astype(np.float32)
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -42,15 +90,25 @@ class ByteTokenizer:
           tokens: integer ids, any iterable or array [N].
 
         Raises:
-          ValueError: an id is outside the vocabulary.
+          UserError: an id is outside the vocabulary.
         """
-        ids_N = np.asarray(
-            tokens if isinstance(tokens, np.ndarray) else list(tokens), np.int64
-        )
-        wrong = ids_N[(ids_N < 0) | (ids_N >= self.vocab_size)]
-        if wrong.size:
-            raise ValueError(
-                f"token {wrong[0]} is outside 0..{self.vocab_size - 1}; sample from "
-                f"the first {self.vocab_size} logits only"
-            )
+        ids_N = checked_ids(tokens, self.vocab_size)
         return bytes(ids_N[ids_N < 256].astype(np.uint8)).decode(errors="replace")
+
+
+def checked_ids(tokens: Iterable[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """`tokens` as int64 [N].
+
+    Raises:
+      UserError: an id is outside 0..vocab_size-1.
+    """
+    ids_N = np.asarray(
+        tokens if isinstance(tokens, np.ndarray) else list(tokens), np.int64
+    )
+    wrong = ids_N[(ids_N < 0) | (ids_N >= vocab_size)]
+    if wrong.size:
+        raise UserError(
+            f"token {wrong[0]} is outside 0..{vocab_size - 1}; sample from "
+            f"the first {vocab_size} logits only"
+        )
+    return ids_N

@@ -213,7 +213,7 @@ class MetricsWriter:
         return record
 
     def flush(self) -> None:
-        """Force the records to the disk: call it when a checkpoint becomes durable."""
+        """Force the records to the disk: call it before a checkpoint is saved."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:

@@ -30,11 +30,11 @@ def draw_speed(run: Run) -> dict[str, Figure]:
         plots.Panel(title, label, series(run.train, name))
         for title, label, name in _SPEED_PANELS
     ]
-    seconds = (("Evaluations", run.eval), ("Checkpoints", run.checkpoints))
-    panels += [
-        plots.Panel(title, "seconds without steps", series(records, "seconds"))
-        for title, records in seconds
-    ]
+    pauses = (
+        ("Evaluations", series(run.eval, "seconds")),
+        ("Checkpoints", series(run.checkpoints, "blocking_seconds")),
+    )
+    panels += [plots.Panel(name, "seconds without steps", s) for name, s in pauses]
     panels = [p for p in panels if np.isfinite(p.series.values).any()]
     return {"speed": plots.history_figure(panels)} if panels else {}
 
@@ -74,7 +74,7 @@ def summarise_speed(run: Run) -> dict[str, Any]:
         for name in ("tokens_per_second", "flops_per_second", "mfu")
         for values in [_finite(run.train, name)]
     }
-    saves = _finite(run.checkpoints, "seconds")
+    saves = _finite(run.checkpoints, "blocking_seconds")
     return {
         **rates,
         "productive_share": use["steps"] / run.elapsed if use else None,
@@ -102,7 +102,7 @@ def time_use(run: Run) -> list[tuple[str, float]]:
     if steps is None or run.elapsed <= 0:
         return []
     evaluation = float(_finite(run.eval, "seconds").sum())
-    saving = float(_finite(run.checkpoints, "seconds").sum())
+    saving = float(_finite(run.checkpoints, "blocking_seconds").sum())
     rest = max(0.0, run.seconds - steps - evaluation - saving)
     return [
         ("steps", steps),

@@ -11,7 +11,8 @@ class Interrupt:
     """Context manager; `requested` names the signal that arrived, if any.
 
     An exception in the middle of a step could leave donated buffers behind, so the
-    first signal only asks. A second one acts at once, as it would without this class.
+    first signal only asks. A second one, of either kind, acts at once, as it would
+    without this class.
     """
 
     def __init__(self) -> None:
@@ -31,8 +32,7 @@ class Interrupt:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._give_back()
 
     @property
     def exit_code(self) -> int:
@@ -41,4 +41,8 @@ class Interrupt:
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = signal.Signals(number)
-        signal.signal(number, self._previous[self.requested])  # type: ignore[arg-type]
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]

@@ -1,13 +1,14 @@
 """A training run, read from top to bottom.
 
-Claim the workdir, read the text, place the state on the mesh, fresh or restored; then
-step, log, evaluate, save; at the end sample and report. Whatever ends a run early
+Tokenise the text, claim the workdir, place the state on the mesh, fresh or restored;
+then step, log, evaluate, save; at the end sample and report. Whatever ends a run early
 leaves a whole checkpoint behind, and the same command resumes it exactly.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import pathlib
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from kimi_jax.monitor.console import Progress
 from kimi_jax.monitor.metrics import MetricsWriter, Mirror, replace_file
 from kimi_jax.monitor.prometheus import Exporter
 from kimi_jax.monitor.report import build_report
+from kimi_jax.monitor.tokenizing import tokenizing_lines
 from kimi_jax.train import first_screen, workdir
 from kimi_jax.train.batch import batch_shape, on_mesh
 from kimi_jax.train.checkpoint import Checkpointer
@@ -69,7 +71,8 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
     """
     folder = pathlib.Path(path)
     mesh = sharding.make_mesh(cfg)
-    data = _load_data(cfg)
+    workdir.check(folder, cfg)
+    data = _load_data(cfg, folder, console)
     resumable = workdir.claim(folder, cfg)
     unigram = float(data.summary["unigram_bits_per_byte"])
     with contextlib.ExitStack() as stack:
@@ -77,9 +80,7 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
         if cfg.monitor.prometheus_port is not None:
             mirrors.append(stack.enter_context(Exporter(cfg.monitor.prometheus_port)))
         progress = stack.enter_context(Progress(console, unigram))
-        checkpoints = stack.enter_context(
-            Checkpointer(folder, cfg.model, cfg.train.checkpoint_keep)
-        )
+        checkpoints = stack.enter_context(Checkpointer(folder, cfg, data.identity))
         transform = make_transform(cfg)
         state = _first_state(cfg, mesh, transform, checkpoints, progress)
         first = int(state.step)
@@ -99,17 +100,16 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
     console.print(f"report: {build_report(folder)}")
 
 
-def _load_data(cfg: Config) -> loader.Data:
+def _load_data(cfg: Config, folder: pathlib.Path, console: Console) -> loader.Data:
+    """Batches from token stores; text is tokenised into the workdir first, once."""
     try:
-        data = loader.load_data(cfg)
+        return loader.load_data(
+            cfg,
+            folder / workdir.TOKENS,
+            functools.partial(tokenizing_lines, console),
+        )
     except ValueError as error:
         raise UserError(str(error)) from error
-    if data.tokenizer.vocab_size > cfg.model.vocab_size:
-        raise UserError(
-            f"config.model.vocab_size={cfg.model.vocab_size}: the tokenizer has "
-            f"{data.tokenizer.vocab_size} tokens; use at least that many"
-        )
-    return data
 
 
 def _identity(
@@ -134,17 +134,22 @@ def _first_state(
     progress: Progress,
 ) -> State:
     """A fresh state on the mesh, or the newest checkpoint's."""
+    where = sharding.replicated(mesh)
+    step = checkpoints.latest_step()
+    if step is not None:
+        progress.note(f"restoring the checkpoint of step {step} ...")
+        template = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            jax.eval_shape(lambda: init_state(cfg, transform)),
+        )
+        return checkpoints.restore(template, progress.note)
     progress.note("initialising parameters ...")
     init = jax.jit(
         lambda: init_state(cfg, transform),
-        out_shardings=sharding.replicated(mesh),
+        out_shardings=where,
         compiler_options=_compile_fast(mesh),
     )
-    step = checkpoints.latest_step()
-    if step is None:
-        return init()
-    progress.note(f"restoring the checkpoint of step {step} ...")
-    return checkpoints.restore(init())
+    return init()
 
 
 def _compile_fast(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
@@ -172,6 +177,7 @@ def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:
         _check_finite(run, previous, step - 1)
         log.add(metrics, host)
         previous = metrics
+        _report_durable(run)
         due = {every: step % every == 0 or step == last for every in _intervals(cfg)}
         if due[cfg.log_every] or interrupt.requested:
             _check_finite(run, metrics, step)
@@ -183,24 +189,30 @@ def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:
         if due[cfg.checkpoint_every] or interrupt.requested:
             _check_finite(run, metrics, step)
             with log.aside():
-                _save(run, state, step)
+                # First the records: a durable step never lacks those that lead to it.
+                run.metrics.flush()
+                run.checkpoints.save(state)
         if interrupt.requested:
             run.checkpoints.wait()
+            _report_durable(run)
             raise Interrupted(
                 f"stopped by {interrupt.requested.name} after step {step}, which is "
                 "saved; the same command resumes it",
                 interrupt.exit_code,
             )
     run.checkpoints.wait()
+    _report_durable(run)
     return state
 
 
-def _save(run: _Run, state: State, step: int) -> None:
-    """A checkpoint, and how long the run stood still for it."""
-    started = time.monotonic()
-    run.checkpoints.save(state)
-    run.metrics.write("checkpoint", step, seconds=time.monotonic() - started)
-    run.metrics.flush()
+def _report_durable(run: _Run) -> None:
+    for saved in run.checkpoints.take_durable():
+        record = {k: v for k, v in saved._asdict().items() if k != "step"}
+        run.metrics.write("checkpoint", saved.step, **record)
+        run.progress.note(
+            f"step {saved.step} is durable: {saved.bytes / 1e6:,.1f} MB in "
+            f"{saved.seconds:.1f} s, of which {saved.blocking_seconds:.2f} s blocking"
+        )
 
 
 def _intervals(cfg: Any) -> set[int]:
@@ -237,7 +249,8 @@ def _write_sample(run: _Run, state: State) -> None:
     cfg, tokenizer = run.cfg.sample, run.data.tokenizer
     run.progress.note(f"sampling {cfg.num_tokens} tokens ...")
     prompt = [tokenizer.bos, *tokenizer.encode(cfg.prompt.encode())]
-    vocabulary = np.arange(run.cfg.model.vocab_size)
+    spoken = np.flatnonzero(tokenizer.bytes_per_token)
+    allowed = np.isin(np.arange(run.cfg.model.vocab_size), spoken)
     draw = jax.jit(
         lambda variables: sample(
             run.cfg.model,
@@ -246,7 +259,7 @@ def _write_sample(run: _Run, state: State) -> None:
             cfg.num_tokens,
             cfg.temperature,
             jax.random.key(run.cfg.train.seed),
-            jnp.asarray(vocabulary < 256),
+            jnp.asarray(allowed),
         )
     )
     tokens = draw({"params": state.params, "balance": state.balance})

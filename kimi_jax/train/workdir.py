@@ -19,6 +19,7 @@ from kimi_jax.errors import UserError
 from kimi_jax.monitor.metrics import replace_file
 
 CONFIG = "config.json"
+TOKENS = "tokens"  # folder of the token stores, made before the workdir is claimed
 
 # Prefixes of fields that do not change the numbers of a run.
 _FREE = (
@@ -37,6 +38,21 @@ def claim(path: str | os.PathLike[str], config: Config) -> bool:
     """Make `path` the workdir of this run. Returns whether a run is there to resume.
 
     Raises:
+      UserError: see `check`.
+    """
+    resumable = check(path, config)
+    if not resumable:
+        workdir = pathlib.Path(path)
+        workdir.mkdir(parents=True, exist_ok=True)
+        values = config_io.to_dict(config)
+        replace_file(workdir / CONFIG, json.dumps(values, indent=2) + "\n")
+    return resumable
+
+
+def check(path: str | os.PathLike[str], config: Config) -> bool:
+    """Whether a run of `config` is in `path` to resume. Writes nothing.
+
+    Raises:
       UserError: the folder holds something else, or a run with another config.
     """
     workdir = pathlib.Path(path)
@@ -46,17 +62,14 @@ def claim(path: str | os.PathLike[str], config: Config) -> bool:
     if not marker.exists():
         # A run that was killed while claiming leaves only temporary dot-files.
         if workdir.exists() and any(
-            not p.name.startswith(".") for p in workdir.iterdir()
+            not p.name.startswith(".") and p.name != TOKENS for p in workdir.iterdir()
         ):
             raise UserError(
                 f"--workdir={workdir} is not empty and holds no run; name another "
                 "folder, nothing was written"
             )
-        workdir.mkdir(parents=True, exist_ok=True)
-        values = config_io.to_dict(config)
-        replace_file(marker, json.dumps(values, indent=2) + "\n")
         return False
-    stored = json.loads(marker.read_text())
+    stored = _read(marker)
     current = json.loads(json.dumps(config_io.to_dict(config)))
     differing = [
         f"  config.{name}: {_show(old)} in the workdir, {_show(new)} now"
@@ -77,7 +90,17 @@ def load_config(path: str | os.PathLike[str]) -> Config:
     marker = pathlib.Path(path) / CONFIG
     if not marker.exists():
         raise UserError(f"--workdir={path} holds no run: {CONFIG} is missing")
-    return config_io.from_dict(_tuples(json.loads(marker.read_text())))
+    return config_io.from_dict(_tuples(_read(marker)))
+
+
+def _read(marker: pathlib.Path) -> Any:
+    try:
+        return json.loads(marker.read_text())
+    except ValueError as error:
+        raise UserError(
+            f"{marker} is damaged: {error}\nevery checkpoint holds a copy: put the "
+            f'"config" of {marker.parent}/checkpoints/STEP/state/about.json there'
+        ) from error
 
 
 _MISSING = object()

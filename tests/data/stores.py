@@ -1,11 +1,38 @@
 """Token stores in memory in which every token says where it is."""
 
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
-from kimi_jax.data.documents import Documents, MemoryStore
+from kimi_jax.data.documents import Documents
 from kimi_jax.data.tokenizer import ByteTokenizer
 
 PAD, BOS, EOD = ByteTokenizer.pad, ByteTokenizer.bos, ByteTokenizer.eod
+
+
+class MemoryStore(NamedTuple):
+    """A token store without a file."""
+
+    tokens_N: np.ndarray
+    offsets_M: np.ndarray
+    documents: int
+    digest: str
+    title: str = "in memory"
+
+
+def memory_store(texts: Sequence[bytes]) -> MemoryStore:
+    """`texts`, a document each, by the byte tokenizer."""
+    tokenizer = ByteTokenizer()
+    offsets_M = np.cumsum([0, *(len(text) + 2 for text in texts)], dtype=np.int64)
+    tokens_N = np.empty(offsets_M[-1], np.uint16)
+    for text, start, end in zip(texts, offsets_M[:-1], offsets_M[1:], strict=True):
+        tokens_N[start] = tokenizer.bos
+        tokens_N[start + 1 : end - 1] = tokenizer.encode(text)
+        tokens_N[end - 1] = tokenizer.eod
+    digest = hashlib.blake2b(tokens_N.tobytes(), digest_size=16).hexdigest()
+    return MemoryStore(tokens_N, offsets_M, len(texts), digest)
 
 
 def random_store(sizes, seed: int = 0) -> MemoryStore:

@@ -3,17 +3,16 @@
 import numpy as np
 import pytest
 
-from kimi_jax.data.documents import by_length, hold_out, memory_store, stratum_name
-from kimi_jax.data.tokenizer import ByteTokenizer
-from tests.data.stores import BOS, EOD, random_store
+from kimi_jax.data.documents import by_length, hold_out, stratum_name
+from tests.data.stores import BOS, EOD, memory_store, random_store
 
 
 def test_store_in_memory() -> None:
-    store = memory_store([b"ab", b"", b"c"], ByteTokenizer())
+    store = memory_store([b"ab", b"", b"c"])
     assert store.tokens_N.dtype == np.uint16
     assert store.tokens_N.tolist() == [BOS, 97, 98, EOD, BOS, EOD, BOS, 99, EOD]
     assert store.offsets_M.tolist() == [0, 4, 6, 9] and store.documents == 3
-    assert store.digest != memory_store([b"ab", b"", b"d"], ByteTokenizer()).digest
+    assert store.digest != memory_store([b"ab", b"", b"d"]).digest
 
 
 def test_every_document_is_on_one_side_and_the_share_is_right() -> None:

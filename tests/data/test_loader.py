@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kimi_jax.data import statistics
-from kimi_jax.data.documents import MemoryStore, hold_out, memory_store
+from kimi_jax.data.documents import hold_out
 from kimi_jax.data.loader import (
     Data,
     EvalBatches,
@@ -28,7 +28,7 @@ from kimi_jax.data.permutation import permute
 from kimi_jax.data.tokenizer import ByteTokenizer
 from kimi_jax.data.windows import Pool, pack
 from tests import tiny
-from tests.data.stores import PAD, random_store
+from tests.data.stores import PAD, MemoryStore, memory_store, random_store
 
 LENGTH = 16
 STORE = random_store([92, 9, 152, 50])
@@ -65,8 +65,7 @@ MIXED = (
 
 
 def mixed(*overrides: str, stores: list[MemoryStore] = SOURCES) -> Data:
-    names = [f"source {i}" for i in range(len(stores))]
-    return make_data(stores, names, ByteTokenizer(), tiny.make(*MIXED, *overrides))
+    return make_data(stores, ByteTokenizer(), tiny.make(*MIXED, *overrides))
 
 
 def test_epoch_reads_every_window_once_in_another_order_each_time() -> None:
@@ -281,7 +280,7 @@ def test_negative_seed() -> None:
     ("override", "words"),
     [
         ("data.mixture=((0.0, 1, 1),)", "has 2 weights in a row for 3 sources"),
-        ("data.strata=1000", "'source 0, 1,000 tokens and more' has a share of 0.45"),
+        ("data.strata=1000", "'in memory, 1,000 tokens and more' has a share of 0.45"),
     ],
 )
 def test_mixtures_that_do_not_fit_the_sources(override: str, words: str) -> None:
@@ -310,7 +309,7 @@ def test_natural_shares_read_all_text_once_an_epoch() -> None:
 
 def entropy_of(texts: list[bytes]) -> float:
     tokenizer = ByteTokenizer()
-    store = memory_store(texts, tokenizer)
+    store = memory_store(texts)
     documents = DOCUMENTS._replace(
         tokens_N=store.tokens_N,
         start_D=store.offsets_M[:-1],
@@ -340,18 +339,18 @@ def test_load_data_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(b"To be, or not to be. " * 100)
     data = load_data(
         tiny.make(
-            f"data.path={tmp_path}/text.txt",
+            f"data.sources={tmp_path}/text.txt",
             "data.validation_fraction=0.1",
             f"train.seq_len={LENGTH}",
             "train.steps=60",
             "train.eval_batches=2",
-        )
+        ),
+        tmp_path,
     )
     # 2102 tokens, of which 210 are held out.
     assert data.summary == {
         "source": f"{tmp_path}/text.txt",
         "documents": 1,
-        "skipped": 0,
         "train_tokens": 1892,
         "validation_tokens": 210,
         "windows": 119,
@@ -364,17 +363,17 @@ def test_load_data_from_a_file(tmp_path: Path) -> None:
     assert text in "To be, or not to be. " * 2
 
 
-def test_default_corpus_has_the_expected_entropy() -> None:
-    data = load_data(tiny.make("train.seq_len=256"))
+def test_default_corpus_has_the_expected_entropy(tmp_path: Path) -> None:
+    data = load_data(tiny.make("train.seq_len=256"), tmp_path)
     assert data.summary["unigram_bits_per_byte"] == pytest.approx(4.87, abs=0.05)
     assert data.summary["train_tokens"] == 4_884_727
 
 
-def test_the_worked_example_of_the_docs() -> None:
+def test_the_worked_example_of_the_docs(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs/mixtures.md").read_text()
     flags = re.findall(r"--config\.(\S+?)=('.*?'|\S+)", text.split("## A worked")[1])
     data = load_data(
-        tiny.make(*(f"{name}={value.strip("'")}" for name, value in flags))
+        tiny.make(*(f"{name}={value.strip("'")}" for name, value in flags)), tmp_path
     )
     for row in statistics.summary_rows(data.statistics)[1:]:
         cells = [f"{c:,}" if isinstance(c, int) else c for c in row[1:]]

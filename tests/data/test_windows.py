@@ -4,11 +4,10 @@ import chex
 import numpy as np
 import pytest
 
-from kimi_jax.data.documents import Documents, memory_store
+from kimi_jax.data.documents import Documents
 from kimi_jax.data.packing import PACKINGS
-from kimi_jax.data.tokenizer import ByteTokenizer
 from kimi_jax.data.windows import Pool, pack, padding_batch
-from tests.data.stores import BOS, EOD, PAD, random_store
+from tests.data.stores import BOS, EOD, PAD, memory_store, random_store
 
 SIZES = [7, 2, 3, 19, 5, 40]
 
@@ -22,7 +21,7 @@ def pool_of(store, length: int, packing: str = "split") -> Pool:
 
 
 def test_window_of_the_module_docstring() -> None:
-    pool = pool_of(memory_store([b"ab", b"c"], ByteTokenizer()), 6)
+    pool = pool_of(memory_store([b"ab", b"c"]), 6)
     assert pool.windows == 1
     expected = {
         "tokens": np.array([[BOS, 97, 98, EOD, BOS, 99]], np.int32),
@@ -36,7 +35,7 @@ def test_window_of_the_module_docstring() -> None:
 
 
 def test_window_inside_a_document_counts_it_as_the_first() -> None:
-    pool = pool_of(memory_store([b"abcd", b"e"], ByteTokenizer()), 4)
+    pool = pool_of(memory_store([b"abcd", b"e"]), 4)
     batch = pool.read([1], 1)
     assert batch["tokens"][0].tolist() == [100, EOD, BOS, 101]
     assert batch["segment_ids"][0].tolist() == [1, 1, 2, 2]
@@ -44,7 +43,7 @@ def test_window_inside_a_document_counts_it_as_the_first() -> None:
 
 
 def test_best_fit_keeps_documents_whole() -> None:
-    store = memory_store([b"abc", b"d", b"efg"], ByteTokenizer())
+    store = memory_store([b"abc", b"d", b"efg"])
     batch = pool_of(store, 6, "best_fit").read([0, 1], 2)
     assert batch["tokens"].tolist() == [
         [BOS, *b"abc", BOS, *b"d"],

@@ -66,7 +66,7 @@ def write(workdir, **options):
         writer.write("run", 4, event="resume", parameters=10)
         writer.write("train", 5, **TRAIN)
         writer.write("eval", 5, **EVAL)
-        writer.write("checkpoint", 5, seconds=0.5)
+        writer.write("checkpoint", 5, seconds=3.0, blocking_seconds=0.5)
 
 
 class FakeSummaryWriter:
@@ -161,7 +161,7 @@ def test_the_real_tensorboard_writer(tmp_path):
     assert values["train/moe/max_violation/max"] == (5, 1.5)
     assert values["train/moe/max_violation/mean"] == (5, 1.0)
     assert values["eval/lengths/32/position_loss/1"] == (5, 3.0)
-    assert values["checkpoint/seconds"] == (5, 0.5)
+    assert values["checkpoint/blocking_seconds"] == (5, 0.5)
     assert not any("weights" in tag or "layer_index" in tag for tag in values)
 
 
@@ -182,7 +182,7 @@ def test_names_and_labels_of_what_is_exported(tmp_path):
     assert got["residual_entropy", "1"] == 0.5
     assert got["eval_length_loss", "32"] == 1.25
     assert got["eval_position_loss", "32", "1"] == 3.0
-    assert got["checkpoint_seconds",] == 0.5
+    assert got["checkpoint_blocking_seconds",] == 0.5
     assert (got["steps",], got["tokens",], got["productive_seconds",]) == (5, 4096, 30)
     names = {name for name, *_ in got}
     assert not names & {"train_name", "moe_layer_index", "residual_weights", "train_ok"}

@@ -112,7 +112,7 @@ def write_run(workdir, layers=layer_metrics, evaluate=True, finish=True) -> None
             if evaluate and step % 20 == 0:
                 bits = 2.5 + 5.6 * math.exp(-step / 18)
                 writer.write("eval", step, **evaluation(bits))
-                writer.write("checkpoint", step, seconds=0.5)
+                writer.write("checkpoint", step, seconds=3, blocking_seconds=0.5)
         if finish:
             writer.write("run", STEPS, event="end")
 
@@ -288,7 +288,8 @@ def test_seconds_leave_out_the_time_between_sessions(tmp_path):
                 record["productive_seconds"] = 4.0 * step
             file.write(json.dumps(record) + "\n")
         file.write('{"kind":"eval","step":3,"time":1010,"seconds":2}\n')
-        file.write('{"kind":"checkpoint","step":3,"time":1011,"seconds":0.5}\n')
+        saved = '"seconds":3,"blocking_seconds":0.5'
+        file.write(f'{{"kind":"checkpoint","step":3,"time":1011,{saved}}}\n')
     run = load_run(tmp_path)
     assert run.seconds == 14 + 11 and run.elapsed == 1011
     use = dict(sections.time_use(run))

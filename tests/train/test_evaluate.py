@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kimi_jax import sharding
-from kimi_jax.data.documents import memory_store
 from kimi_jax.data.loader import make_data
 from kimi_jax.data.tokenizer import ByteTokenizer
 from kimi_jax.modules import transformer
@@ -15,6 +14,7 @@ from kimi_jax.train.batch import on_mesh
 from kimi_jax.train.evaluate import Evaluator, position_bins, rows_at
 from kimi_jax.train.step import State, token_losses
 from tests import tiny
+from tests.data.stores import memory_store
 
 OVERRIDES = (
     "model.num_layers=1",
@@ -34,8 +34,7 @@ def case():
     cfg = tiny.make(*OVERRIDES)
     rng = np.random.default_rng(0)
     texts = [bytes(rng.integers(97, 123, size)) for size in rng.integers(5, 90, 40)]
-    tokenizer = ByteTokenizer()
-    data = make_data([memory_store(texts, tokenizer)], ["text"], tokenizer, cfg)
+    data = make_data([memory_store(texts)], ByteTokenizer(), cfg)
     variables = tiny.variables(cfg.model)
     step = jnp.zeros((), jnp.int32)
     state = State(step, variables["params"], variables["balance"], ())
