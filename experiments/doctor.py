@@ -1,8 +1,8 @@
 """Look at an experiment before running it: python -m experiments.doctor --config=...
 
-Checks the config, prints the parameters by part, how the layers fold into scans, and
-how the optimizer updates each parameter. Allocates nothing, so it answers for K3 on a
-laptop.
+Checks the config, prints the parameters and the FLOPs by part, how the layers fold into
+scans, and how the optimizer updates each parameter. Allocates nothing, so it answers
+for K3 on a laptop.
 """
 
 import jax
@@ -14,16 +14,17 @@ from kimi_jax.config import Config, Model
 from kimi_jax.modules import transformer
 from kimi_jax.monitor.console import print_first_screen
 from kimi_jax.train import optimizer
-from kimi_jax.train.first_screen import layer_row, parameter_rows
+from kimi_jax.train.first_screen import flops_rows, layer_row, parameter_rows
 
 
 def main(overrides: list[str]) -> None:
     config = cli.load_config(overrides)
-    console, model = Console(), config.model
+    console, model, length = Console(), config.model, config.train.seq_len
     print_first_screen(
         console,
         [
             (f"{config.name}: parameters", parameter_rows(model)),
+            (f"FLOPs at {length:,} tokens", flops_rows(model, length)),
             (f"{layer_row(model)}; scanned as", scan_rows(model)),
             ("optimizer", optimizer_rows(config)),
         ],

@@ -25,7 +25,10 @@ TPU_V6E = Device(918e12, 32 * _GIB, 1640e9, 3584e9 / 16)
 TPU_7X = Device(1153.5e12, 96 * _GIB, 3690e9, 9600e9 / 32)
 # NVIDIA data sheets; their tables for tensor cores are with sparsity, twice these.
 H100 = Device(989.5e12, 80 * _GIB, 3350e9, 450e9)
+H100_NVL = Device(835.5e12, 94 * 10**9, 3900e9, 300e9)
+H100_PCIE = Device(756.5e12, 80 * _GIB, 2000e9, 64e9)
 H200 = Device(989.5e12, 141 * 10**9, 4800e9, 450e9)
+H200_NVL = Device(835.5e12, 141 * 10**9, 4800e9, 450e9)
 B200 = Device(2250e12, 180 * 10**9, 7700e9, 900e9)
 
 DEVICES: dict[str, Device] = {
@@ -38,8 +41,10 @@ DEVICES: dict[str, Device] = {
     "TPU v6e": TPU_V6E,
     "TPU7x": TPU_7X,
     "NVIDIA H100": H100,
-    "NVIDIA H100 80GB HBM3": H100,
+    "NVIDIA H100 NVL": H100_NVL,
+    "NVIDIA H100 PCIe": H100_PCIE,
     "NVIDIA H200": H200,
+    "NVIDIA H200 NVL": H200_NVL,
     "NVIDIA B200": B200,
 }
 
@@ -50,4 +55,14 @@ GENERATIONS["tpu7x"] = "TPU7x"
 
 def look_up(device_kind: str) -> Device | None:
     """The row of a device kind; None if it is not in the table, as for a CPU."""
-    return DEVICES.get(device_kind)
+    if device_kind.startswith("TPU"):
+        return DEVICES.get(device_kind)
+    # As "NVIDIA H100 80GB HBM3".
+    known = [name for name in DEVICES if f"{device_kind} ".startswith(f"{name} ")]
+    return DEVICES[max(known, key=len)] if known else None
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bfloat16 FLOPs a second of a device; None where the table has none."""
+    device = look_up(device_kind)
+    return None if device is None else device.flops

@@ -184,9 +184,7 @@ def advice(cfg: Config, plan: Plan) -> list[str]:
     if cfg.train.remat != "nested":
         found.append("keep less for the backward pass: --config.train.remat=nested")
     if rows <= split or cfg.train.seq_len > 32768:
-        found.append(
-            f"split time: raise --config.mesh.context above {mesh['context']}"
-        )
+        found.append(f"split time: raise --config.mesh.context above {mesh['context']}")
     return found
 
 

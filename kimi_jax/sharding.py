@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kimi_jax import config
 from kimi_jax.canonical import path_name
@@ -201,11 +201,16 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, spec("rows", "time"))
 
 
+def row_shards(mesh: Mesh | AbstractMesh) -> int:
+    """Into how many parts the rows of a batch are split."""
+    return math.prod(mesh.shape[axis] for axis in ROWS)
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def context_mesh() -> Mesh | None:
+def context_mesh() -> AbstractMesh | None:
     """The mesh that the caller has set by `jax.set_mesh`; None: one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or mesh.size == 1 else mesh

@@ -31,7 +31,9 @@ def island(
         return function(*arguments)
     return jax.shard_map(
         function,
-        in_specs=tuple(None if axes is None else sharding.spec(*axes) for axes in inputs),
+        in_specs=tuple(
+            None if axes is None else sharding.spec(*axes) for axes in inputs
+        ),
         out_specs=jax.tree.map(
             lambda axes: sharding.spec(*axes), outputs, is_leaf=_is_axes
         ),

@@ -30,6 +30,7 @@ _FREE = (
     "train.log_every",
     "train.eval_",
     "train.checkpoint_",
+    "monitor",
 )
 
 

@@ -1,6 +1,5 @@
 """Any mesh takes the step that one device takes: three times, in float64."""
 
-import dataclasses
 import functools
 
 import chex
@@ -43,7 +42,9 @@ def draw_batch(seed: int) -> Batch:
     segment_ids = np.sort(rng.integers(1, 4, (8, 32)), axis=1).astype(np.int32)
     segment_ids[0, 12:] = 0
     weights = (segment_ids > 0) * rng.integers(0, 2, (8, 32)).astype(np.float64)
-    return Batch(*map(jnp.asarray, (tokens[:, :-1], tokens[:, 1:], segment_ids, weights)))
+    return Batch(
+        *map(jnp.asarray, (tokens[:, :-1], tokens[:, 1:], segment_ids, weights))
+    )
 
 
 def steps(mesh_sizes: dict[str, int]):
@@ -77,7 +78,9 @@ def on_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", MESHES, ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items()))
+@pytest.mark.parametrize(
+    "sizes", MESHES, ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items())
+)
 def test_any_mesh_takes_the_same_steps(sizes):
     with jax.enable_x64(True):
         model, one, seen_one = on_one_device()
