@@ -111,6 +111,39 @@ def test_tensor_axis_changes_nothing():
         assert_same(got, run(args, devices=4))
 
 
+def test_tokens_may_be_split_over_more_axes_than_experts():
+    options = AMPLE["padded"]
+    names = ("data", "expert")
+    grid = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), names)
+
+    def local(*args):
+        got = dispatch(*args, activation, options)
+        return got.y_NL, jax.lax.psum(got.dropped, names)
+
+    function = jax.shard_map(
+        local,
+        mesh=grid,
+        in_specs=(P(names),) * 3 + (P("expert"),) * 3,
+        out_specs=(P(names), P()),
+    )
+
+    def loss(x, experts_NA, *rest):
+        y_NL, dropped = function(x, experts_NA, *rest)
+        return jnp.sum(jnp.sin(y_NL)), (y_NL, dropped)
+
+    def expected_loss(*args):
+        y_NL = dense_experts(*args, activation)
+        return jnp.sum(jnp.sin(y_NL)), (y_NL, 0)
+
+    with jax.enable_x64(True):
+        args = make(8, route="padding")
+        got, expected = (
+            jax.jit(jax.grad(f, argnums=(0, 2, 3, 4, 5), has_aux=True))(*args)
+            for f in (loss, expected_loss)
+        )
+    assert_same(got, expected)
+
+
 def test_one_token_on_each_device():
     with jax.enable_x64(True):
         args = make(8, tokens=1, route="padding")
@@ -253,8 +286,8 @@ def test_exchange_and_its_reverse():
 
 
 def test_balanced_routing_drops_nothing_at_the_start():
-    # Random router and tokens; 16 devices of 8 experts and 2,048 tokens each.
-    devices, tokens, experts, active, D = 16, 2048, 128, 16, 64
+    # Random router and tokens; 16 devices of 8 experts and 1,024 tokens each.
+    devices, tokens, experts, active, D = 16, 1024, 128, 16, 64
     rng = np.random.default_rng(0)
     w_DE = rng.uniform(-(D**-0.5), D**-0.5, (D, experts))
     shift_D = 0.3 * rng.normal(size=D)  # what all tokens share makes loads uneven

@@ -16,6 +16,7 @@ from kimi_jax.ops.experts import (
     default_block_rows,
     dense_experts,
     experts,
+    padded_experts,
     ragged_experts,
 )
 from kimi_jax.ops.grouped_matmul import Groups, grouped_matmul
@@ -96,11 +97,29 @@ def test_grouped_matmul_multiplies_each_block_by_its_matrix(implementation):
     np.testing.assert_allclose(y_PO[:6], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_padded_keeps_the_first_choices_of_an_expert():
+    x, _, weights, *matrices = make(4, 2, 3, dtype=np.float32)
+    experts_NA = jnp.array([[0, 1], [0, 1], [1, 0], [2, 0]], jnp.int32)
+    # Expert 0 has two first choices and two second ones, of tokens 2 and 3.
+    args = (weights, *matrices, activation)
+    run = jax.jit(padded_experts, static_argnames=("activation", "capacity"))
+    got, dropped = run(x, experts_NA, *args, capacity=3)
+    kept_NA = experts_NA.at[3, 1].set(3)
+    expected = dense_experts(x, kept_NA, *args)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    assert dropped == 1
+    got, dropped = padded_experts(x[:0], experts_NA[:0], None, *args[1:], capacity=3)
+    assert got.shape == (0, 6) and dropped == 0
+    with pytest.raises(ValueError, match="capacity=0"):
+        padded_experts(x, experts_NA, *args, capacity=0)
+
+
 def test_no_weights_means_weights_of_one():
     x, experts_NA, weights, *matrices = make(23, 1, 7, dtype=np.float32)
     for name in ("blocked", "dense"):
+        run = jax.jit(experts, static_argnames=("activation", "implementation"))
         got, expected = (
-            experts(x, experts_NA, w, *matrices, activation, implementation=name)
+            run(x, experts_NA, w, *matrices, activation, implementation=name)
             for w in (None, jnp.ones_like(weights))
         )
         np.testing.assert_array_equal(got, expected)
