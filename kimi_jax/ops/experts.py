@@ -3,90 +3,153 @@
     y_n = sum_a weights_na * E_[experts_na](x_n)
     E_e(x) = w_down_e^T activation(w_gate_e^T x, w_up_e^T x)
 
-`dense_experts` runs every expert on every token: obviously correct, E/A times too much
-work. `blocked_experts` sorts the slots (token, expert) by expert, cuts each expert's
-slots into blocks of equal size and multiplies each block by its expert's matrices: one
-batched matmul of static shape, no token dropped, at most one part-filled block for each
-expert. (Kimi K3 report, Eq. 11; latent projections and shared experts are outside.)
+  dense    runs every expert on every token: obviously correct, E / A times the work.
+  blocked  sorts the slots (token, expert) by expert, cuts each expert's slots into
+           blocks of equal size and multiplies each block by its expert's matrices:
+           static shapes, nothing dropped, at most one part-filled block an expert.
+  ragged   sorts the slots by expert, and leaves the rest to `jax.lax.ragged_dot`.
+  padded   sorts, and gives every expert the same number of rows: no copies of matrices
+           and the fastest on a GPU, but slots that find no room are dropped.
+
+(Kimi K3 report, Eq. 11; latent projections and shared experts are outside, and so is
+the way to experts on other devices: `kimi_jax.ops.dispatch`.)
 
 Letters: N tokens, A slots per token, E experts, L width that experts read and write,
 F hidden width, B blocks, R rows of a block, P = B * R rows in all, M = N * A slots.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from kimi_jax.ops import rows as rows_lib
+from kimi_jax.ops.grouped_matmul import Groups, grouped_matmul
+from kimi_jax.ops.rows import Rows, wide
+
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
+
+IMPLEMENTATIONS = ("blocked", "ragged", "dense", "padded")
+
+# Loads of experts scatter by at least 1 / sqrt(load): below this, more than a balanced
+# router can help would be over a capacity of 1.25.
+PADDED_LOAD = 256
+
+
+def choose_experts(
+    implementation: str | None, platform: str, *, load: float | None = None
+) -> tuple[str, str]:
+    """Says how experts are multiplied, and why.
+
+    Args:
+      implementation: what the caller asked for; None leaves the choice to us.
+      platform: "cpu", "gpu" or "tpu", as `jax.default_backend()` returns it.
+      load: slots of an expert under an even load, where slots over a capacity may be
+        dropped; None where none may.
+
+    Returns:
+      (name, reason), the reason fit for a log line: a slow choice says so.
+
+    Raises:
+      ValueError: unknown implementation, or 'padded' where no slot may be dropped.
+    """
+    if implementation is None and platform == "tpu":
+        return "ragged", "a TPU multiplies groups of any size natively"
+    if implementation is None and platform == "gpu" and (load or 0) >= PADDED_LOAD:
+        return "padded", "1.6 to 3.9 times as fast as 'blocked' on an H200; may drop"
+    if implementation is None:
+        return "blocked", f"drops nothing; 'ragged' is slow here: {_slow(platform)}"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"unknown experts implementation {implementation!r}; choose one of "
+            f"{', '.join(IMPLEMENTATIONS)}, or None for the fastest"
+        )
+    if implementation == "padded" and load is None:
+        raise ValueError(
+            "implementation='padded' drops slots, which only dispatch by 'capacity' "
+            "does; choose 'blocked', or None for the fastest"
+        )
+    if implementation == "ragged" and platform != "tpu":
+        reason = f"asked for by name, but slow: {_slow(platform)}; try 'blocked'"
+        return implementation, reason
+    if implementation == "dense":
+        return implementation, "asked for by name; runs every expert on every token"
+    return implementation, "asked for by name"
+
+
+def _slow(platform: str) -> str:
+    if platform == "gpu":
+        return "every row by every expert; 41 TFLOP/s on an H200 with 14 of them"
+    return "every row by every expert"
 
 
 def experts(
     x_NL: jax.Array,
     experts_NA: jax.Array,
-    weights_NA: jax.Array,
+    weights_NA: jax.Array | None,
     w_gate_ELF: jax.Array,
     w_up_ELF: jax.Array,
     w_down_EFL: jax.Array,
     activation: Activation,
     *,
-    implementation: str = "blocked",
+    implementation: str | None = "blocked",
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """The weighted sum over each token's experts.
 
     Args:
       x_NL: tokens, any float dtype.
       experts_NA: integer expert of each slot; E = no expert, which adds nothing.
-      weights_NA: weight of each slot.
+      weights_NA: weight of each slot; None = all 1.
       w_gate_ELF: matrices, in the dtype of x.
       w_up_ELF: as w_gate_ELF.
       w_down_EFL: as w_gate_ELF.
       activation: (gate, up) -> hidden, elementwise and finite at (0, 0).
-      implementation: 'blocked' or 'dense' (see the file docstring).
+      implementation: 'blocked', 'ragged' or 'dense' (see the file docstring); None =
+        the fastest on the default backend that drops nothing, see `choose_experts`.
+      dtype: of y; None = the dtype of x.
 
     Returns:
-      y_NL in the dtype of x, summed in float32 (float64 for float64 inputs).
+      y_NL, summed in float32 (float64 for float64 inputs).
 
     Raises:
       ValueError: unknown implementation, or shapes that do not fit.
     """
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"unknown experts implementation {implementation!r}; choose one of "
-            f"{', '.join(_IMPLEMENTATIONS)}"
-        )
-    return _IMPLEMENTATIONS[implementation](
+    name, _ = choose_experts(implementation, jax.default_backend())
+    run = {"blocked": blocked_experts, "ragged": ragged_experts, "dense": dense_experts}
+    y_NL = run[name](
         x_NL, experts_NA, weights_NA, w_gate_ELF, w_up_ELF, w_down_EFL, activation
     )
+    return y_NL.astype(x_NL.dtype if dtype is None else dtype)
 
 
 def dense_experts(
     x_NL: jax.Array,
     experts_NA: jax.Array,
-    weights_NA: jax.Array,
+    weights_NA: jax.Array | None,
     w_gate_ELF: jax.Array,
     w_up_ELF: jax.Array,
     w_down_EFL: jax.Array,
     activation: Activation,
 ) -> jax.Array:
-    """`experts`, by running every expert on every token. The reference."""
-    _check(x_NL, experts_NA, weights_NA, w_gate_ELF, w_up_ELF, w_down_EFL)
-    dtype = _wide(x_NL)
+    """`experts` in float32 or wider, by running every expert on every token."""
+    check(x_NL, experts_NA, weights_NA, w_gate_ELF, w_up_ELF, w_down_EFL)
+    dtype = wide(x_NL)
+    if weights_NA is None:
+        weights_NA = jnp.ones(experts_NA.shape, dtype)
     chosen_NAE = jax.nn.one_hot(experts_NA, w_gate_ELF.shape[0], dtype=dtype)
     weight_NE = jnp.einsum("na,nae->ne", weights_NA.astype(dtype), chosen_NAE)
     gate_ENF = jnp.einsum("nl,elf->enf", x_NL, w_gate_ELF)
     up_ENF = jnp.einsum("nl,elf->enf", x_NL, w_up_ELF)
     hidden_ENF = activation(gate_ENF, up_ENF).astype(x_NL.dtype)
     out_ENL = jnp.einsum("enf,efl->enl", hidden_ENF, w_down_EFL)
-    y_NL = jnp.einsum("ne,enl->nl", weight_NE, out_ENL.astype(dtype))
-    return y_NL.astype(x_NL.dtype)
+    return jnp.einsum("ne,enl->nl", weight_NE, out_ENL.astype(dtype))
 
 
 def blocked_experts(
     x_NL: jax.Array,
     experts_NA: jax.Array,
-    weights_NA: jax.Array,
+    weights_NA: jax.Array | None,
     w_gate_ELF: jax.Array,
     w_up_ELF: jax.Array,
     w_down_EFL: jax.Array,
@@ -94,7 +157,7 @@ def blocked_experts(
     *,
     block_rows: int | None = None,
 ) -> jax.Array:
-    """`experts`, by sorting slots into blocks that each belong to one expert.
+    """`experts` in float32 or wider, by sorting slots into blocks of one expert each.
 
     Every block holds its own copy of its expert's matrices, about
     `N * A / block_rows + E` of them: larger blocks copy less and pad more.
@@ -106,29 +169,69 @@ def blocked_experts(
     Args:
       block_rows: R; None = a quarter of the mean load, see `default_block_rows`.
     """
-    _check(x_NL, experts_NA, weights_NA, w_gate_ELF, w_up_ELF, w_down_EFL)
-    num_experts = w_gate_ELF.shape[0]
+    matrices = w_gate_ELF, w_up_ELF, w_down_EFL
+    check(x_NL, experts_NA, weights_NA, *matrices)
     if block_rows is None:
-        block_rows = default_block_rows(experts_NA.size, num_experts)
+        block_rows = default_block_rows(experts_NA.size, w_gate_ELF.shape[0])
     if block_rows < 1:
         raise ValueError(f"block_rows={block_rows}: choose at least 1, or None")
     if experts_NA.size == 0:
-        return jnp.zeros_like(x_NL)
-    blocks = _make_blocks(experts_NA.astype(jnp.int32), num_experts, block_rows)
-    weight_P1 = _spread(
-        weights_NA.astype(_wide(x_NL)).reshape(-1, 1),
-        blocks.slot_P,
-        blocks.row_NA.reshape(-1, 1),
-    )
-    x_PL = _spread(x_NL, blocks.token_P, blocks.row_NA)
-    x_BRL = x_PL.reshape(-1, block_rows, x_NL.shape[1])
-    gate_BRF = jnp.einsum("brl,blf->brf", x_BRL, _take(w_gate_ELF, blocks.expert_B))
-    up_BRF = jnp.einsum("brl,blf->brf", x_BRL, _take(w_up_ELF, blocks.expert_B))
-    hidden_BRF = activation(gate_BRF, up_BRF).astype(x_NL.dtype)
-    out_BRL = jnp.einsum("brf,bfl->brl", hidden_BRF, _take(w_down_EFL, blocks.expert_B))
-    out_PL = out_BRL.reshape(x_PL.shape) * weight_P1
-    y_NL = _collect(out_PL, blocks.token_P, blocks.row_NA)
-    return y_NL.astype(x_NL.dtype)
+        return jnp.zeros_like(x_NL, wide(x_NL))
+    layout = _make_blocks(experts_NA, w_gate_ELF.shape[0], block_rows)
+    return _run(x_NL, weights_NA, matrices, activation, *layout, "blocked")
+
+
+def ragged_experts(
+    x_NL: jax.Array,
+    experts_NA: jax.Array,
+    weights_NA: jax.Array | None,
+    w_gate_ELF: jax.Array,
+    w_up_ELF: jax.Array,
+    w_down_EFL: jax.Array,
+    activation: Activation,
+) -> jax.Array:
+    """`experts` in float32 or wider, by `jax.lax.ragged_dot` on sorted slots."""
+    matrices = w_gate_ELF, w_up_ELF, w_down_EFL
+    check(x_NL, experts_NA, weights_NA, *matrices)
+    if experts_NA.size == 0:
+        return jnp.zeros_like(x_NL, wide(x_NL))
+    layout = _make_blocks(experts_NA, w_gate_ELF.shape[0], 1)
+    return _run(x_NL, weights_NA, matrices, activation, *layout, "ragged")
+
+
+def padded_experts(
+    x_NL: jax.Array,
+    experts_NA: jax.Array,
+    weights_NA: jax.Array | None,
+    w_gate_ELF: jax.Array,
+    w_up_ELF: jax.Array,
+    w_down_EFL: jax.Array,
+    activation: Activation,
+    *,
+    capacity: int,
+) -> tuple[jax.Array, jax.Array]:
+    """`experts` in float32 or wider, of at most `capacity` slots of each expert.
+
+    An expert drops the last choices, and the last tokens among equal choices.
+
+    Returns:
+      (y_NL, dropped), the latter an int32 count of slots.
+    """
+    matrices = w_gate_ELF, w_up_ELF, w_down_EFL
+    check(x_NL, experts_NA, weights_NA, *matrices)
+    if capacity < 1:
+        raise ValueError(f"capacity={capacity}: choose at least 1 row for each expert")
+    N, E = x_NL.shape[0], w_gate_ELF.shape[0]
+    slots = rows_lib.sort_slots(experts_NA, E)
+    kept_E = jnp.minimum(slots.load_G, capacity)
+    dropped = jnp.sum(slots.load_G - kept_E, dtype=jnp.int32)
+    if experts_NA.size == 0:
+        return jnp.zeros_like(x_NL, wide(x_NL)), dropped
+    start_E = jnp.arange(E, dtype=jnp.int32) * capacity
+    rows = rows_lib.lay_out(slots, start_E, kept_E, E * capacity, N)
+    groups = Groups(None, jnp.full(E, capacity, jnp.int32))
+    y_NL = _run(x_NL, weights_NA, matrices, activation, rows, groups, "blocked")
+    return y_NL, dropped
 
 
 def default_block_rows(slots: int, num_experts: int) -> int:
@@ -141,92 +244,37 @@ def default_block_rows(slots: int, num_experts: int) -> int:
     return max(16, 1 << max(quarter - 1, 0).bit_length())
 
 
-class _Blocks(NamedTuple):
-    """Where each slot goes. Rows that hold no slot point one past the end."""
+def _run(x_NL, weights_NA, matrices, activation, rows, groups, implementation):
+    def matmul(x_PI, w_EIO):
+        return grouped_matmul(x_PI, w_EIO, groups, implementation=implementation)
 
-    slot_P: jax.Array  # slot in each row, M if empty
-    token_P: jax.Array  # its token, N if empty
-    row_NA: jax.Array  # row of each slot, P if it has no expert
-    expert_B: jax.Array  # expert of each block, ascending
+    w_gate_ELF, w_up_ELF, w_down_EFL = matrices
+    x_PL = rows_lib.spread(x_NL, rows)
+    hidden_PF = activation(matmul(x_PL, w_gate_ELF), matmul(x_PL, w_up_ELF))
+    out_PL = matmul(hidden_PF.astype(x_NL.dtype), w_down_EFL)
+    if weights_NA is None:
+        return rows_lib.collect(out_PL, rows).astype(wide(x_NL))
+    return rows_lib.combine(out_PL, weights_NA, rows)
 
 
-def _make_blocks(experts_NA: jax.Array, num_experts: int, R: int) -> _Blocks:
-    N, A = experts_NA.shape
-    M, E = N * A, num_experts
-    expert_M = experts_NA.reshape(M)
-    expert_M = jnp.where((expert_M >= 0) & (expert_M < E), expert_M, E)
-    slot_M = jnp.argsort(expert_M, stable=True).astype(jnp.int32)
-    sorted_M = expert_M[slot_M]
-    first = jnp.searchsorted(sorted_M, jnp.arange(E + 1, dtype=jnp.int32))
-    first = first.astype(jnp.int32)
-    load_E = first[1:] - first[:-1]
-    blocks_E = (load_E + R - 1) // R
-    last_block_E = jnp.cumsum(blocks_E)
-    first_block_E = last_block_E - blocks_E
+def _make_blocks(experts_NA, num_experts: int, R: int) -> tuple[Rows, Groups]:
+    (N, A), E = experts_NA.shape, num_experts
+    slots = rows_lib.sort_slots(experts_NA, E)
+    blocks_E = (slots.load_G + R - 1) // R
+    last_block_E = jnp.cumsum(blocks_E, dtype=jnp.int32)
     # The most blocks that any routing can need: all non-empty experts fill all but one
     # row of a block.
-    B = (M + min(E, M) * (R - 1)) // R
+    B = (N * A + min(E, N * A) * (R - 1)) // R
     block_B = jnp.arange(B, dtype=jnp.int32)
     expert_B = jnp.searchsorted(last_block_E, block_B, side="right")
     expert_B = jnp.minimum(expert_B, E - 1).astype(jnp.int32)
-
-    rank_BR = ((block_B - first_block_E[expert_B]) * R)[:, None] + jnp.arange(R)
-    source_BR = jnp.minimum(first[expert_B][:, None] + rank_BR, M - 1)
-    filled_BR = rank_BR < load_E[expert_B][:, None]
-    slot_P = jnp.where(filled_BR, slot_M[source_BR], M).reshape(-1)
-
-    known_M = jnp.minimum(sorted_M, E - 1)
-    rank_M = jnp.arange(M, dtype=jnp.int32) - first[known_M]
-    row_M = jnp.where(sorted_M < E, first_block_E[known_M] * R + rank_M, B * R)
-    row_NA = jnp.zeros_like(row_M).at[slot_M].set(row_M, unique_indices=True)
-    return _Blocks(slot_P, slot_P // A, row_NA.reshape(N, A), expert_B)
+    start_E = (last_block_E - blocks_E) * R
+    rows = rows_lib.lay_out(slots, start_E, slots.load_G, B * R, N)
+    return rows, Groups(expert_B, blocks_E * R)
 
 
-# A row has one token and a token at most A rows, so each of the next two functions is
-# the transpose of the other and both are gathers; JAX would differentiate a gather into
-# a scatter-add.
-
-
-@jax.custom_vjp
-def _spread(x_NL, token_P, row_NA):
-    """x_PL: each row's token, or zeros."""
-    return x_NL.at[token_P].get(mode="fill", fill_value=0)
-
-
-@jax.custom_vjp
-def _collect(x_PL, token_P, row_NA):
-    """x_NL: the sum of each token's rows."""
-    x_NAL = x_PL.at[row_NA].get(mode="fill", fill_value=0)
-    return jnp.sum(x_NAL, axis=1, dtype=_wide(x_PL)).astype(x_PL.dtype)
-
-
-_spread.defvjp(
-    lambda x_NL, *index: (_spread(x_NL, *index), index),
-    lambda index, dx_PL: (_collect(dx_PL, *index), None, None),
-)
-_collect.defvjp(
-    lambda x_PL, *index: (_collect(x_PL, *index), index),
-    lambda index, dx_NL: (_spread(dx_NL, *index), None, None),
-)
-
-
-def _take(w_EIO, expert_B):
-    """w_BIO. Through the cast, gradients of an expert's blocks add up in float32.
-
-    XLA:GPU needs minutes to compile the gradient if told that the indices are sorted.
-    """
-    w_BIO = w_EIO.astype(_wide(w_EIO)).at[expert_B].get(mode="promise_in_bounds")
-    return w_BIO.astype(w_EIO.dtype)
-
-
-_IMPLEMENTATIONS = {"blocked": blocked_experts, "dense": dense_experts}
-
-
-def _wide(x):
-    return jnp.promote_types(x.dtype, jnp.float32)
-
-
-def _check(x_NL, experts_NA, weights_NA, w_gate_ELF, w_up_ELF, w_down_EFL) -> None:
+def check(x_NL, experts_NA, weights_NA, w_gate_ELF, w_up_ELF, w_down_EFL) -> None:
+    """Raises ValueError for arguments of `experts` whose shapes do not fit."""
     if x_NL.ndim != 2 or w_gate_ELF.ndim != 3:
         raise ValueError(
             f"experts need x [N, L] and w_gate [E, L, F], got {x_NL.shape} and "
@@ -246,7 +294,7 @@ def _check(x_NL, experts_NA, weights_NA, w_gate_ELF, w_up_ELF, w_down_EFL) -> No
         "w_down_EFL": (w_down_EFL, (E, F, L)),
     }
     for name, (array, shape) in expected.items():
-        if array.shape != shape:
+        if array is not None and array.shape != shape:
             raise ValueError(
                 f"{name} has shape {array.shape}, expected {shape} for x {x_NL.shape} "
                 f"and {E} experts of hidden width {F}; check widths and flattening"

@@ -1,4 +1,4 @@
-"""Blocked experts against dense ones, in value and in every gradient."""
+"""Sorted experts against dense ones, in value and in every gradient."""
 
 import functools
 
@@ -12,10 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 from kimi_jax.ops.experts import (
     blocked_experts,
+    choose_experts,
     default_block_rows,
     dense_experts,
     experts,
+    padded_experts,
+    ragged_experts,
 )
+from kimi_jax.ops.grouped_matmul import Groups, grouped_matmul
 
 
 def activation(gate, up):
@@ -72,6 +76,55 @@ def test_blocked_equals_dense(case):
     chex.assert_trees_all_close(got, expected, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("case", ["skipped", "one_expert_has_all", "no_token"])
+def test_ragged_equals_dense(case):
+    with jax.enable_x64(True):
+        args = make(**CASES[case][0])
+        expected = value_and_grads(dense_experts, args)
+        got = value_and_grads(ragged_experts, args)
+    chex.assert_trees_all_close(got, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("implementation", ["blocked", "ragged"])
+def test_grouped_matmul_multiplies_each_block_by_its_matrix(implementation):
+    rng = np.random.default_rng(0)
+    x_PI = jnp.asarray(rng.normal(size=(8, 3)), jnp.float32)
+    w_EIO = jnp.asarray(rng.normal(size=(3, 3, 2)), jnp.float32)
+    # Blocks of 2 rows: two of group 0, none of group 1, one of group 2, one unused.
+    groups = Groups(jnp.array([0, 0, 2, 2]), jnp.array([4, 0, 2]))
+    y_PO = grouped_matmul(x_PI, w_EIO, groups, implementation=implementation)
+    expected = np.concatenate([x_PI[:4] @ w_EIO[0], x_PI[4:6] @ w_EIO[2]])
+    np.testing.assert_allclose(y_PO[:6], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_padded_keeps_the_first_choices_of_an_expert():
+    x, _, weights, *matrices = make(4, 2, 3, dtype=np.float32)
+    experts_NA = jnp.array([[0, 1], [0, 1], [1, 0], [2, 0]], jnp.int32)
+    # Expert 0 has two first choices and two second ones, of tokens 2 and 3.
+    args = (weights, *matrices, activation)
+    run = jax.jit(padded_experts, static_argnames=("activation", "capacity"))
+    got, dropped = run(x, experts_NA, *args, capacity=3)
+    kept_NA = experts_NA.at[3, 1].set(3)
+    expected = dense_experts(x, kept_NA, *args)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    assert dropped == 1
+    got, dropped = padded_experts(x[:0], experts_NA[:0], None, *args[1:], capacity=3)
+    assert got.shape == (0, 6) and dropped == 0
+    with pytest.raises(ValueError, match="capacity=0"):
+        padded_experts(x, experts_NA, *args, capacity=0)
+
+
+def test_no_weights_means_weights_of_one():
+    x, experts_NA, weights, *matrices = make(23, 1, 7, dtype=np.float32)
+    for name in ("blocked", "dense"):
+        run = jax.jit(experts, static_argnames=("activation", "implementation"))
+        got, expected = (
+            run(x, experts_NA, w, *matrices, activation, implementation=name)
+            for w in (None, jnp.ones_like(weights))
+        )
+        np.testing.assert_array_equal(got, expected)
+
+
 def test_dense_equals_a_loop_over_slots():
     with jax.enable_x64(True):
         args = make(13, 3, 4, skip=0.3)
@@ -117,10 +170,11 @@ def test_bfloat16_sums_slots_and_blocks_in_float32():
     wide = [a.astype(np.float32) if a.dtype == jnp.bfloat16 else a for a in args]
     expected = value_and_grads(dense_experts, tuple(wide))
     got = value_and_grads(blocked_experts, args, 4)
+    assert experts(*args, activation).dtype == jnp.bfloat16
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         error = np.linalg.norm(np.asarray(a, np.float32) - b) / np.linalg.norm(b)
         assert error < 0.004, error  # two roundings of 2**-9
-    assert got[0].dtype == jnp.bfloat16
+    assert got[0].dtype == jnp.float32
     assert [g.dtype for g in got[1]] == [x.dtype, weights.dtype] + [x.dtype] * 3
 
 
@@ -171,10 +225,25 @@ def test_implementation_is_chosen_by_name():
         return str(jax.make_jaxpr(lambda a: function(*a, activation, **options))(args))
 
     dense, blocked = program(dense_experts), program(blocked_experts)
+    ragged = program(ragged_experts)
     assert program(experts, implementation="dense") == dense != blocked
     assert program(experts, implementation="blocked") == blocked == program(experts)
-    with pytest.raises(ValueError, match=r"'ragged'.*blocked, dense"):
-        experts(*args, activation, implementation="ragged")
+    assert program(experts, implementation="ragged") == ragged != blocked
+    with pytest.raises(
+        ValueError, match=r"'fast'.*blocked, ragged, dense, padded, or None"
+    ):
+        experts(*args, activation, implementation="fast")
+
+
+def test_nobody_lands_on_a_slow_matmul_unawares():
+    assert choose_experts(None, "tpu")[0] == "ragged"
+    for platform, why in [("gpu", "41 TFLOP/s"), ("cpu", "every expert")]:
+        name, reason = choose_experts(None, platform)
+        assert name == "blocked" and why in reason
+        name, reason = choose_experts("ragged", platform)
+        assert name == "ragged" and "slow" in reason and "'blocked'" in reason
+    assert choose_experts("blocked", "gpu") == ("blocked", "asked for by name")
+    assert "every token" in choose_experts("dense", "tpu")[1]
 
 
 def test_bad_arguments_are_named():
