@@ -6,10 +6,7 @@ the saved log-sum-exp, so a layer keeps only q, k, v, its output and one number 
 row. Tiles above the diagonal, and before the oldest document that a query block
 touches, are skipped. Up to `block_size` tokens there is one tile and no loop.
 
-Axis letters: C tokens of a block, M query heads that share a key head (H = G M), R
-query rows: the M heads of a token are treated as M rows of one head, which turns
-grouped attention into plain attention with G heads. B and G are never merged into
-another axis, so both may be sharded.
+The loops and their axis letters are in `attention_blocks.py`.
 """
 
 from functools import partial
@@ -18,6 +15,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kimi_jax.ops.attention_blocks import (
+    block_and_padding,
+    block_grads,
+    blocks_of,
+    finish,
+    first_blocks,
+    forward_blocks,
+    heads,
+    join,
+    row_cotangents,
+    rows_of,
+    tile,
+    tile_grads,
+)
 from kimi_jax.ops.segments import check_segment_ids, document_starts
 
 
@@ -104,7 +115,7 @@ def attention_reference(
 
 def _attend_masked(q, k, v, scale, segment_ids_BT, block_size, with_max):
     """Output, and row maxima or None: 0 and -inf at padding."""
-    _check(q, k, v, segment_ids_BT, block_size)
+    check_inputs(q, k, v, segment_ids_BT, block_size)
     if segment_ids_BT is None:
         return _attend_padded(q, k, v, None, float(scale), block_size, with_max)
     # Padding sees itself alone, which keeps its softmax finite until it is dropped.
@@ -119,13 +130,9 @@ def _attend_masked(q, k, v, scale, segment_ids_BT, block_size, with_max):
 
 
 def _attend_padded(q_BTHK, k_BTGK, v_BTGV, start_BT, scale, block_size, with_max):
-    """Attends in the fewest equal blocks of at most `block_size` tokens."""
     T = q_BTHK.shape[1]
-    if block_size >= T:
-        return _attend(q_BTHK, k_BTGK, v_BTGV, start_BT, scale, T, with_max)
-    N = -(-T // block_size)
-    C = min(block_size, -(-T // (16 * N)) * 16)
-    extra = [(0, 0), (0, N * C - T)]
+    C, padding = block_and_padding(T, block_size)
+    extra = [(0, 0), (0, padding)]
     q_BTHK, k_BTGK, v_BTGV = (
         jnp.pad(x, [*extra, (0, 0), (0, 0)]) for x in (q_BTHK, k_BTGK, v_BTGV)
     )
@@ -143,16 +150,15 @@ def _attend(q_BTHK, k_BTGK, v_BTGV, start_BT, scale, C, with_max):
 
 def _attend_fwd(q_BTHK, k_BTGK, v_BTGV, start_BT, scale, C, with_max):
     T, H = q_BTHK.shape[1:3]
-    rows = _rows(q_BTHK, k_BTGK.shape[2]), _row_starts(start_BT, q_BTHK, k_BTGK)
+    rows = _rows(q_BTHK, k_BTGK, start_BT)
     if T == C:
-        pieces = _tile(rows, k_BTGK, v_BTGV, 0, 0, scale, C)
-        o_BRGV, lse_BRG, max_BRG = _finish(pieces, with_max)
+        o_BRGV, lse_BRG, max_BRG = finish(tile(rows, k_BTGK, v_BTGV, 0, scale))
     else:
-        o_BRGV, lse_BRG, max_BRG = _forward_blocks(
-            rows, k_BTGK, v_BTGV, start_BT, scale, C, with_max
-        )
-    o_BTHV = _heads(o_BRGV, H)
-    max_BTH = _heads(max_BRG[..., None], H)[..., 0] if with_max else None
+        blocks, spans = blocks_of(rows, T // C), _spans(start_BT, T // C)
+        pieces = forward_blocks(blocks, k_BTGK, v_BTGV, spans, scale)
+        o_BRGV, lse_BRG, max_BRG = (join(x) for x in jax.vmap(finish)(pieces))
+    o_BTHV = heads(o_BRGV, H)
+    max_BTH = heads(max_BRG[..., None], H)[..., 0] if with_max else None
     return (o_BTHV, max_BTH), (q_BTHK, k_BTGK, v_BTGV, start_BT, o_BTHV, lse_BRG)
 
 
@@ -160,176 +166,44 @@ def _attend_bwd(scale, C, with_max, saved, cotangents):
     do_BTHV, _ = cotangents
     q_BTHK, k_BTGK, v_BTGV, start_BT, o_BTHV, lse_BRG = saved
     T, H = q_BTHK.shape[1:3]
-    G = k_BTGK.shape[2]
-    # The softmax Jacobian needs only the row sums of p * dp, and those are do . o.
-    delta_BRG = _rows(jnp.sum(do_BTHV * o_BTHV, axis=-1, keepdims=True), G)[..., 0]
-    do_BRGV = _rows(do_BTHV.astype(v_BTGV.dtype), G)
-    q_BRGK, starts = _rows(q_BTHK, G), _row_starts(start_BT, q_BTHK, k_BTGK)
-    rows = q_BRGK, starts, do_BRGV, lse_BRG, delta_BRG
+    rows = _rows(q_BTHK, k_BTGK, start_BT)
+    out = row_cotangents(o_BTHV, do_BTHV, lse_BRG, v_BTGV)
     if T == C:
-        dq_BRGK, dk, dv = _tile_grads(rows, k_BTGK, v_BTGV, 0, 0, scale, C)
+        dq_BRGK, dk, dv = tile_grads(rows, out, k_BTGK, v_BTGV, 0, scale)
     else:
-        dq_BRGK, dk, dv = _backward_blocks(rows, k_BTGK, v_BTGV, start_BT, scale, C)
-    dq = _heads(dq_BRGK, H) * scale
-    dk = dk * scale
-    return *(g.astype(q_BTHK.dtype) for g in (dq, dk, dv)), None
+        blocks, out = blocks_of((rows, out), T // C)
+        first_N, index_N = _spans(start_BT, T // C)
+        spans = first_N, index_N + 1
+        dq_NBrGK, dk, dv = block_grads(blocks, out, k_BTGK, v_BTGV, spans, scale)
+        dq_BRGK = join(dq_NBrGK)
+    grads = heads(dq_BRGK, H), dk, dv
+    return *(g.astype(q_BTHK.dtype) for g in grads), None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _forward_blocks(rows, k_BTGK, v_BTGV, start_BT, scale, C, with_max):
-    def query_block(_, block):
-        i, first, rows_i = block
-
-        def key_block(j, seen):
-            k_BCGK, v_BCGV = (_slice(x, j, C) for x in (k_BTGK, v_BTGV))
-            return _tile(rows_i, k_BCGK, v_BCGV, i, j, scale, C, seen)
-
-        # Every row sees itself, so the diagonal tile makes all row maxima finite.
-        diagonal = key_block(i, None)
-        pieces = lax.fori_loop(first, i, key_block, diagonal)
-        return None, _finish(pieces, with_max)
-
-    N = k_BTGK.shape[1] // C
-    _, out = lax.scan(query_block, None, _query_blocks(rows, start_BT, N))
-    return jax.tree.map(_join, out)
+def _rows(q_BTHK, k_BTGK, start_BT):
+    t_T = jnp.arange(q_BTHK.shape[1], dtype=jnp.int32)
+    return rows_of(q_BTHK, k_BTGK.shape[2], start_BT, t_T)
 
 
-def _backward_blocks(rows, k_BTGK, v_BTGV, start_BT, scale, C):
-    dtype = rows[-1].dtype
-
-    def query_block(carry, block):
-        i, first, rows_i = block
-
-        def key_block(j, carry):
-            dq, dk_BTGK, dv_BTGV = carry
-            k_BCGK, v_BCGV = (_slice(x, j, C) for x in (k_BTGK, v_BTGV))
-            dq_j, dk_j, dv_j = _tile_grads(rows_i, k_BCGK, v_BCGV, i, j, scale, C)
-            return dq + dq_j, _add(dk_BTGK, dk_j, j), _add(dv_BTGV, dv_j, j)
-
-        dq = jnp.zeros(rows_i[0].shape, dtype)
-        dq, *carry = lax.fori_loop(first, i + 1, key_block, (dq, *carry))
-        return tuple(carry), dq
-
-    N = k_BTGK.shape[1] // C
-    carry = jnp.zeros(k_BTGK.shape, dtype), jnp.zeros(v_BTGV.shape, dtype)
-    carry, dq = lax.scan(query_block, carry, _query_blocks(rows, start_BT, N))
-    return _join(dq), *carry
-
-
-def _tile(rows, k_BCGK, v_BCGV, i, j, scale, C, seen=None):
-    """Row max, row sum, unnormalised output: over tile (i, j) and the tiles `seen`."""
-    q_BRGK, start_BR = rows
-    s_BGRC = _scores(q_BRGK, k_BCGK, start_BR, i, j, scale, C)
-    max_BGR = jnp.max(s_BGRC, axis=-1)
-    if seen is not None:
-        max_BGR = jnp.maximum(max_BGR, seen[0])
-    p_BGRC = jnp.exp(s_BGRC - max_BGR[..., None])
-    sum_BGR = jnp.sum(p_BGRC, axis=-1)
-    o_BGRV = _einsum("bgrc,bcgv->bgrv", p_BGRC.astype(v_BCGV.dtype), v_BCGV)
-    if seen is not None:
-        shrink_BGR = jnp.exp(seen[0] - max_BGR)
-        sum_BGR += shrink_BGR * seen[1]
-        o_BGRV += shrink_BGR[..., None] * seen[2]
-    return max_BGR, sum_BGR, o_BGRV
-
-
-def _finish(pieces, with_max):
-    """Output [B, R, G, V], row log-sum-exp [B, R, G], row maximum [B, R, G] or None."""
-    max_BGR, sum_BGR, o_BGRV = pieces
-    lse_BGR = max_BGR + jnp.log(sum_BGR)
-    out = o_BGRV / sum_BGR[..., None], lse_BGR, max_BGR if with_max else None
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 2, 1), out)
-
-
-def _tile_grads(rows, k_BCGK, v_BCGV, i, j, scale, C):
-    """What one tile adds to the gradients of its queries, keys and values.
-
-    Those of queries and keys still lack the factor `scale`.
-    """
-    q_BRGK, start_BR, do_BRGV, lse_BRG, delta_BRG = rows
-    lse_BGR1, delta_BGR1 = (
-        jnp.moveaxis(x, 1, 2)[..., None] for x in (lse_BRG, delta_BRG)
-    )
-    s_BGRC = _scores(q_BRGK, k_BCGK, start_BR, i, j, scale, C)
-    p_BGRC = jnp.exp(s_BGRC - lse_BGR1)
-    dp_BGRC = _einsum("brgv,bcgv->bgrc", do_BRGV, v_BCGV)
-    ds_BGRC = (p_BGRC * (dp_BGRC - delta_BGR1)).astype(q_BRGK.dtype)
-    dq_BRGK = _einsum("bgrc,bcgk->brgk", ds_BGRC, k_BCGK)
-    dk_BCGK = _einsum("bgrc,brgk->bcgk", ds_BGRC, q_BRGK)
-    dv_BCGV = _einsum("bgrc,brgv->bcgv", p_BGRC.astype(v_BCGV.dtype), do_BRGV)
-    return dq_BRGK, dk_BCGK, dv_BCGV
-
-
-def _scores(q_BRGK, k_BCGK, start_BR, i, j, scale, C):
-    """Scaled scores [B, G, R, C] of tile (i, j), -inf where a row may not look."""
-    s_BGRC = _einsum("brgk,bcgk->bgrc", q_BRGK, k_BCGK) * scale
-    s_1C = j * C + jnp.arange(C)[None, :]
-    t_R1 = i * C + jnp.repeat(jnp.arange(C), q_BRGK.shape[1] // C)[:, None]
-    visible = s_1C <= t_R1
-    if start_BR is not None:
-        visible = (visible & (s_1C >= start_BR[:, :, None]))[:, None]
-    return jnp.where(visible, s_BGRC, -jnp.inf)
-
-
-def _rows(x_BTHK, G):
-    """[B, T, H, K] -> [B, R, G, K] with row t * M + m for head g * M + m."""
-    B, T, H, K = x_BTHK.shape
-    x_BTGMK = x_BTHK.reshape(B, T, G, H // G, K)
-    return jnp.swapaxes(x_BTGMK, 2, 3).reshape(B, T * (H // G), G, K)
-
-
-def _heads(x_BRGV, H):
-    """Undoes `_rows`."""
-    B, R, G, V = x_BRGV.shape
-    x_BTMGV = x_BRGV.reshape(B, R * G // H, H // G, G, V)
-    return jnp.swapaxes(x_BTMGV, 2, 3).reshape(B, R * G // H, H, V)
-
-
-def _row_starts(start_BT, q_BTHK, k_BTGK):
-    M = q_BTHK.shape[2] // k_BTGK.shape[2]
-    return None if start_BT is None else jnp.repeat(start_BT, M, axis=1)
-
-
-def _query_blocks(rows, start_BT, N):
-    """Scan inputs: block index, first key block to visit, and the rows by block."""
+def _spans(start_BT, N):
+    """For each query block the first key block to visit, and the diagonal one."""
     index_N = jnp.arange(N, dtype=jnp.int32)
-    first_N = jnp.zeros_like(index_N)
-    if start_BT is not None:
-        B, T = start_BT.shape
-        first_N = jnp.min(start_BT.reshape(B, N, T // N), axis=(0, 2)) // (T // N)
-    split = partial(_split, N=N)
-    return index_N, first_N, jax.tree.map(split, rows)
+    if start_BT is None:
+        return jnp.zeros_like(index_N), index_N
+    return first_blocks(start_BT, N), index_N
 
 
-def _split(x_BR, N):
-    B, R = x_BR.shape[:2]
-    return jnp.moveaxis(x_BR.reshape(B, N, R // N, *x_BR.shape[2:]), 1, 0)
-
-
-def _join(x_NBR):
-    N, B, R = x_NBR.shape[:3]
-    return jnp.moveaxis(x_NBR, 0, 1).reshape(B, N * R, *x_NBR.shape[3:])
-
-
-def _slice(x_BT, j, C):
-    return lax.dynamic_slice_in_dim(x_BT, j * C, C, axis=1)
-
-
-def _add(x_BT, tile_BC, j):
-    C = tile_BC.shape[1]
-    return lax.dynamic_update_slice_in_dim(
-        x_BT, _slice(x_BT, j, C) + tile_BC, j * C, axis=1
-    )
-
-
-def _einsum(equation, a, b):
-    wide = jnp.promote_types(jnp.result_type(a, b), jnp.float32)
-    return jnp.einsum(equation, a, b, preferred_element_type=wide)
-
-
-def _check(q_BTHK, k_BTGK, v_BTGV, segment_ids_BT, block_size):
+def check_inputs(
+    q_BTHK: Array,
+    k_BTGK: Array,
+    v_BTGV: Array,
+    segment_ids_BT: Array | None,
+    block_size: int,
+) -> None:
+    """Raises ValueError unless the arguments fit together, see `attention`."""
     shapes = f"q {q_BTHK.shape}, k {k_BTGK.shape}, v {v_BTGV.shape}"
     if not q_BTHK.ndim == k_BTGK.ndim == v_BTGV.ndim == 4:
         raise ValueError(

@@ -42,7 +42,7 @@ def short_conv(
     Raises:
       ValueError: a shape does not match.
     """
-    _check(x_BTC, w_CW, segment_ids_BT, initial_tail)
+    check_inputs(x_BTC, w_CW, segment_ids_BT, initial_tail)
     y_BTC, tail = _short_conv(x_BTC, w_CW, segment_ids_BT, initial_tail)
     return (y_BTC, tail) if output_tail else y_BTC
 
@@ -114,7 +114,13 @@ def _over_channels(mask_BT, C):
     return mask_BT.reshape(mask_BT.shape + (1,) * len(C))
 
 
-def _check(x_BTC, w_CW, segment_ids_BT, initial_tail):
+def check_inputs(
+    x_BTC: Array,
+    w_CW: Array,
+    segment_ids_BT: Array | None,
+    initial_tail: Array | None,
+) -> None:
+    """Raises ValueError unless the shapes fit together, see `short_conv`."""
     B, _, *C = x_BTC.shape
     if w_CW.ndim < 1 or tuple(w_CW.shape[:-1]) != tuple(C):
         raise ValueError(
