@@ -1,30 +1,150 @@
-"""Softmax attention as the layers call it: with its largest logits, where asked for."""
+"""Softmax attention as the layers call it, on any mesh.
+
+The layers hand over what keys and values are made of and a function that makes them, so
+that with time split over devices only the narrow latents travel. The largest logits are
+reported where they are asked for.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
-from kimi_jax.modules import parameters
-from kimi_jax.ops.attention import attention, attention_with_max_logits
+from kimi_jax import sharding
+from kimi_jax.modules import islands, parameters
+from kimi_jax.ops import attention, context_attention
 
 # A caller asks by making this collection mutable; nothing is kept in it. It is a
 # question to the layers and no field of the model, which it does not change.
 MAX_LOGITS = "max_logits"
 
+Expand = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
+
 
 def attend(
     module: nn.Module,
     q_BTHK: jax.Array,
-    k_BTGK: jax.Array,
-    v_BTGV: jax.Array,
+    latents: Sequence[jax.Array],
+    expand: Expand,
+    weights: Sequence[jax.Array] = (),
+    *,
+    latent_axes: Sequence[sharding.Axes],
+    weight_axes: Sequence[sharding.Axes] = (),
+    segment_ids_BT: jax.Array | None,
     **options: Any,
 ) -> jax.Array:
-    """`attention` with its options; sows the statistic max_logit_H if asked to."""
-    if not module.is_mutable_collection(MAX_LOGITS):
-        return attention(q_BTHK, k_BTGK, v_BTGV, **options)
-    o_BTHV, max_logit_H = attention_with_max_logits(q_BTHK, k_BTGK, v_BTGV, **options)
+    """`attention` of queries to expand(weights, latents) -> (k_BTGK, v_BTGV).
+
+    Sows the statistic max_logit_H if asked to.
+
+    Args:
+      latents: [B, T, ...] each; all that keys and values are made of.
+      latent_axes, weight_axes: the logical axes of each.
+      options: scale and block_size.
+    """
+    with_max = module.is_mutable_collection(MAX_LOGITS)
+    axis = islands.axis_if_split("context")
+    num_latents = len(latents)
+
+    def local(q_BTHK: jax.Array, ids_BT: jax.Array | None, *rest: jax.Array) -> Any:
+        own, own_weights = rest[:num_latents], rest[num_latents:]
+        if axis is None:
+            k_BTGK, v_BTGV = expand(own_weights, own)
+            run = (
+                attention.attention_with_max_logits if with_max else attention.attention
+            )
+            result = run(q_BTHK, k_BTGK, v_BTGV, segment_ids_BT=ids_BT, **options)
+        else:
+            result = _over_time(
+                q_BTHK, own, expand, own_weights, ids_BT, axis, with_max, options
+            )
+        if not with_max:
+            return result
+        o_BTHV, max_logit_H = result
+        return o_BTHV, _over_rows(max_logit_H)
+
+    heads = ("rows", "time", "heads", None)
+    found = islands.island(
+        local,
+        q_BTHK,
+        segment_ids_BT,
+        *latents,
+        *weights,
+        inputs=(
+            heads,
+            None if segment_ids_BT is None else ("rows", "time"),
+            *latent_axes,
+            *weight_axes,
+        ),
+        outputs=(heads, ("heads",)) if with_max else heads,
+    )
+    if not with_max:
+        return found
+    o_BTHV, max_logit_H = found
     parameters.sow_stat(module, "max_logit_H", max_logit_H)
     return o_BTHV
+
+
+def _over_time(
+    q_BTHK: jax.Array,
+    latents: Any,
+    expand: Expand,
+    weights: Any,
+    ids_BT: jax.Array | None,
+    axis: str,
+    with_max: bool,
+    options: dict[str, Any],
+) -> Any:
+    B, T = q_BTHK.shape[:2]
+    width = sum(x[0, 0].size for x in latents)
+    length = T * jax.lax.axis_size(axis)
+    form, _ = context_attention.choose_attention(length, width, batch=B)
+    run: Callable[..., Any] = context_attention.context_attention
+    if with_max:
+        run = context_attention.context_attention_with_max_logits
+    return run(
+        q_BTHK,
+        latents,
+        expand,
+        weights,
+        axis=axis,
+        form=form,
+        segment_ids_BT=ids_BT,
+        **options,
+    )
+
+
+def _over_rows(max_logit_H: jax.Array) -> jax.Array:
+    """The maximum over the devices that hold other rows."""
+    if sharding.context_mesh() is None:
+        return max_logit_H
+    return jax.lax.pmax(max_logit_H, sharding.ROWS)
+
+
+def keys_and_values(
+    _: Any, latents: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The `expand` of latents that are the keys and values already."""
+    k_BTGK, v_BTGV = latents
+    return k_BTGK, v_BTGV
+
+
+def split_latent(
+    weights: Sequence[jax.Array], latents: Sequence[jax.Array], nope: int
+) -> tuple[jax.Array, jax.Array]:
+    """The `expand` of MLA: heads from the latent, and the key channels they share.
+
+    Args:
+      weights: kv_b [R, H, nope + V].
+      latents: the normed latent [B, T, R]; the shared key channels [B, T, 1, pe].
+    """
+    (kv_RHK,), (latent_BTR, k_pe_BTGK) = weights, latents
+    kv_BTHK = jnp.einsum("btr,rhk->bthk", latent_BTR, kv_RHK)
+    k_nope_BTHK, v_BTHV = jnp.split(kv_BTHK, [nope], axis=-1)
+    pe = k_pe_BTGK.shape[-1]
+    k_pe_BTHK = jnp.broadcast_to(k_pe_BTGK, (*k_nope_BTHK.shape[:-1], pe))
+    return jnp.concatenate([k_nope_BTHK, k_pe_BTHK], axis=-1), v_BTHV

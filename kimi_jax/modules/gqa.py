@@ -8,7 +8,7 @@ from flax import linen as nn
 
 from kimi_jax import config
 from kimi_jax.modules import parameters
-from kimi_jax.modules.attend import attend
+from kimi_jax.modules.attend import attend, keys_and_values
 from kimi_jax.ops.rotary import rotate_pair
 
 
@@ -34,8 +34,9 @@ class GroupedQueryAttention(nn.Module):
         o_BTHK = attend(
             self,
             q_BTHK,
-            k_BTGK,
-            v_BTGK,
+            (k_BTGK, v_BTGK),
+            keys_and_values,
+            latent_axes=(("rows", "time", "heads", None),) * 2,
             scale=K**-0.5,
             segment_ids_BT=segment_ids_BT,
             block_size=cfg.block_size,

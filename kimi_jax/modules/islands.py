@@ -20,29 +20,25 @@ def island(
     *arguments: Any,
     inputs: Sequence[sharding.Axes | None],
     outputs: Any,
+    check: bool = False,
 ) -> Any:
     """function(*arguments), on the part of each that a device holds.
 
     Args:
       inputs: logical axes of each argument; None for an argument that is None.
-      outputs: logical axes of the results, a tuple of names for each array.
+      outputs: logical axes of the results, a tuple of names for each array. What does
+        not name a mesh axis must be equal all along it.
+      check: let JAX follow which values differ along which mesh axes. `function` has to
+        be written for it, and is then spared sums of gradients that are whole already.
     """
     if sharding.context_mesh() is None:
         return function(*arguments)
-    return jax.shard_map(
-        function,
-        in_specs=tuple(
-            None if axes is None else sharding.spec(*axes) for axes in inputs
-        ),
-        out_specs=jax.tree.map(
-            lambda axes: sharding.spec(*axes), outputs, is_leaf=_is_axes
-        ),
-    )(*arguments)
-
-
-def context_axis() -> str | None:
-    """The mesh axis that splits time, if one does."""
-    return axis_if_split("context")
+    specs = [None if axes is None else sharding.spec(*axes) for axes in inputs]
+    results = jax.tree.map(lambda a: sharding.spec(*a), outputs, is_leaf=_is_axes)
+    local = jax.shard_map(
+        function, in_specs=tuple(specs), out_specs=results, check_vma=check
+    )
+    return local(*arguments)
 
 
 def axis_if_split(name: str) -> str | None:

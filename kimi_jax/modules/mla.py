@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from kimi_jax import config
 from kimi_jax.modules import parameters
-from kimi_jax.modules.attend import attend
+from kimi_jax.modules.attend import attend, split_latent
 from kimi_jax.ops.norms import rms_norm
 from kimi_jax.ops.rotary import rotate_pair
 
@@ -31,21 +33,21 @@ class MultiHeadLatentAttention(nn.Module):
         latent_BTR, k_pe_BTR = jnp.split(c_BTR, [cfg.kv_rank], axis=-1)
         kv_norm = parameters.gain(self, "kv_a_norm", cfg.kv_rank)
         latent_BTR = rms_norm(latent_BTR, kv_norm, cfg.latent_norm_eps)
-        kv_RHK = self._matrix("kv_b", (cfg.kv_rank, H, nope + V))
-        kv_BTHK = jnp.einsum("btr,rhk->bthk", latent_BTR, kv_RHK)
-        k_nope_BTHK, v_BTHV = jnp.split(kv_BTHK, [nope], axis=-1)
-        q_nope_BTHK, q_pe_BTHK = jnp.split(q_BTHK, [nope], axis=-1)
         k_pe_BTGK = k_pe_BTR[:, :, None]
         if cfg.positions == "rope":
+            q_nope_BTHK, q_pe_BTHK = jnp.split(q_BTHK, [nope], axis=-1)
             q_pe_BTHK, k_pe_BTGK = rotate_pair(
                 q_pe_BTHK, k_pe_BTGK, segment_ids_BT, cfg.rope_base
             )
-        k_pe_BTHK = jnp.broadcast_to(k_pe_BTGK, (*k_nope_BTHK.shape[:-1], pe))
+            q_BTHK = jnp.concatenate([q_nope_BTHK, q_pe_BTHK], axis=-1)
         o_BTHV = attend(
             self,
-            jnp.concatenate([q_nope_BTHK, q_pe_BTHK], axis=-1),
-            jnp.concatenate([k_nope_BTHK, k_pe_BTHK], axis=-1),
-            v_BTHV,
+            q_BTHK,
+            (latent_BTR, k_pe_BTGK),
+            functools.partial(split_latent, nope=nope),
+            (self._matrix("kv_b", (cfg.kv_rank, H, nope + V)),),
+            latent_axes=(("rows", "time", None), ("rows", "time", None, None)),
+            weight_axes=((None, "heads", None),),
             scale=(nope + pe) ** -0.5,
             segment_ids_BT=segment_ids_BT,
             block_size=cfg.block_size,
