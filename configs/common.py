@@ -17,6 +17,7 @@ def base() -> ConfigDict:
             "train": train(),
             "sample": {"prompt": "KING", "num_tokens": 200, "temperature": 0.8},
             "mesh": {"data": 1},
+            "cluster": cluster(),
         }
     )
 
@@ -157,6 +158,15 @@ def train() -> dict:
         "checkpoint_every": 100,
         "checkpoint_keep": 2,
         "checkpoint_keep_every": None,
+    }
+
+
+def cluster() -> dict:
+    return {
+        "coordinator": None,
+        "processes": None,
+        "process": None,
+        "timeout": 1800,  # hosts of a large pod come up minutes apart
     }
 
 

@@ -218,6 +218,16 @@ class Mesh:
 
 
 @dataclasses.dataclass(frozen=True)
+class Cluster:
+    """How the processes of one run find each other. None: as the launcher says."""
+
+    coordinator: str | None  # HOST:PORT of process 0, the same in every process
+    processes: int | None  # 1: work alone, whatever the launcher says
+    process: int | None  # the number of this one, from 0
+    timeout: int  # seconds to wait for all of them at the start
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     name: str
     model: Model
@@ -226,6 +236,7 @@ class Config:
     train: Train
     sample: Sample
     mesh: Mesh
+    cluster: Cluster
 
 
 def attention_kinds(model: Model) -> tuple[str, ...]:
