@@ -12,6 +12,7 @@ import pytest
 
 from kimi_jax import distributed
 from kimi_jax.errors import UserError
+from kimi_jax.train import workdir
 from tests import tiny
 from tests.ports import free_port
 
@@ -147,6 +148,12 @@ def test_a_process_that_never_comes():
         assert words in str(caught.value)
     (line,) = said
     assert f"coordinator localhost, port {port}; waiting for the others" in line
+
+
+def test_a_run_may_be_resumed_by_another_cluster(tmp_path):
+    workdir.claim(tmp_path, tiny.make())
+    asked = ("cluster.processes=2", "cluster.process=0", "cluster.coordinator=a:1")
+    assert workdir.check(tmp_path, tiny.make(*asked))
 
 
 def test_alone_everything_is_the_plain_value():
