@@ -18,6 +18,7 @@ def base() -> ConfigDict:
             "sample": {"prompt": "KING", "num_tokens": 200, "temperature": 0.8},
             "mesh": {"data": 1},
             "cluster": cluster(),
+            "monitor": {"profile": "", "prometheus_port": None},
         }
     )
 
@@ -155,6 +156,7 @@ def train() -> dict:
         "log_every": 10,
         "eval_every": 100,
         "eval_batches": 8,
+        "eval_length_multiples": (1,),
         "checkpoint_every": 100,
         "checkpoint_keep": 2,
         "checkpoint_keep_every": None,

@@ -68,5 +68,6 @@ def get_config(arg: str = "depth=12"):
         seq_len=seq_len,
         remat="nested",
         eval_batches=2,
+        eval_length_multiples=(1, 4),
     )
     return config

@@ -1,9 +1,9 @@
 """Look before running: python -m experiments.doctor [--config=...] [--workdir=...]
 
 The machine: versions, limits, disk, devices, a round trip over all of them, kernels.
-With --config first the experiment: the parameters by part, how the layers fold into
-scans, and how the optimizer updates each parameter; nothing of it is allocated, so it
-answers for K3 on a laptop. Exits with 1 if a run would fail.
+With --config first the experiment: the parameters and the FLOPs by part, how the layers
+fold into scans, and how the optimizer updates each parameter; nothing of it is
+allocated, so it answers for K3 on a laptop. Exits with 1 if a run would fail.
 """
 
 import os
@@ -21,7 +21,7 @@ from kimi_jax.modules import transformer
 from kimi_jax.monitor import machine
 from kimi_jax.monitor.console import print_first_screen
 from kimi_jax.train import optimizer
-from kimi_jax.train.first_screen import layer_row, parameter_rows
+from kimi_jax.train.first_screen import flops_rows, layer_row, parameter_rows
 
 
 def main(overrides: list[str]) -> int:
@@ -57,11 +57,12 @@ def _print_findings(
 
 
 def _print_experiment(console: Console, config: Config) -> None:
-    model = config.model
+    model, length = config.model, config.train.seq_len
     print_first_screen(
         console,
         [
             (f"{config.name}: parameters", parameter_rows(model)),
+            (f"FLOPs at {length:,} tokens", flops_rows(model, length)),
             (f"{layer_row(model)}; scanned as", scan_rows(model)),
             ("optimizer", optimizer_rows(config)),
         ],

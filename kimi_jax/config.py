@@ -198,6 +198,8 @@ class Train:
     log_every: int
     eval_every: int
     eval_batches: int
+    # Held-out text is read in windows of these many seq_len; 1 comes first.
+    eval_length_multiples: tuple[int, ...]
     checkpoint_every: int
     checkpoint_keep: int  # the last N
     checkpoint_keep_every: int | None  # and for good those of every K-th step
@@ -228,6 +230,14 @@ class Cluster:
 
 
 @dataclasses.dataclass(frozen=True)
+class Monitor:
+    """How a run is watched; changes none of its numbers."""
+
+    profile: str  # "10:13" traces the steps 10, 11 and 12; empty: none
+    prometheus_port: int | None  # where the latest record can be scraped; None: nowhere
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     name: str
     model: Model
@@ -237,6 +247,24 @@ class Config:
     sample: Sample
     mesh: Mesh
     cluster: Cluster
+    monitor: Monitor
+
+
+def profile_steps(monitor: Monitor) -> range | None:
+    """The steps that `profile` names; None for none.
+
+    Raises:
+      ValueError: it is not "FIRST:END" with 1 <= FIRST < END.
+    """
+    if not monitor.profile:
+        return None
+    first, _, end = monitor.profile.partition(":")
+    if not (first.strip().isdecimal() and end.strip().isdecimal()):
+        raise ValueError("write FIRST:END, such as 10:13 for the steps 10, 11 and 12")
+    steps = range(int(first), int(end))
+    if steps.start < 1 or not steps:
+        raise ValueError("steps count from 1, and FIRST must be below END")
+    return steps
 
 
 def attention_kinds(model: Model) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from kimi_jax.config import (
     Optimizer,
     Train,
     attention_kinds,
+    profile_steps,
 )
 
 _ATTENTION = ("kda", "mla", "gqa")
@@ -33,6 +34,7 @@ def check(config: Config) -> list[str]:
     problems += _data(config)
     problems += _mixtures(config.data)
     problems += _cluster(config.cluster)
+    problems += _monitor(config)
     return problems
 
 
@@ -210,6 +212,12 @@ def _train(train: Train) -> Iterator[str]:
         )
     if train.z_loss < 0.0:
         yield f"config.train.z_loss={train.z_loss}: must not be negative"
+    multiples = train.eval_length_multiples
+    if multiples[:1] != (1,) or list(multiples) != sorted(set(multiples)):
+        yield (
+            f"config.train.eval_length_multiples={multiples}: must begin with 1, the "
+            "training length, and increase, such as (1, 4)"
+        )
     keep, every = train.checkpoint_keep_every, train.checkpoint_every
     if keep is not None and keep >= 1 and every >= 1 and keep % every:
         yield (
@@ -274,6 +282,27 @@ def _data(config: Config) -> Iterator[str]:
         )
     if config.sample.temperature < 0.0:
         yield f"config.sample.temperature={config.sample.temperature}: must be >= 0"
+
+
+def _monitor(config: Config) -> Iterator[str]:
+    monitor = config.monitor
+    where = f"config.monitor.profile={monitor.profile!r}"
+    try:
+        steps = profile_steps(monitor)
+    except ValueError as error:
+        yield f"{where}: {error}"
+    else:
+        if steps is not None and steps[-1] > config.train.steps:
+            yield (
+                f"{where}: the run has {config.train.steps} steps; end at "
+                f"{config.train.steps + 1} or before"
+            )
+    port = monitor.prometheus_port
+    if port is not None and not 1 <= port <= 65535:
+        yield (
+            f"config.monitor.prometheus_port={port}: must be between 1 and 65535, or "
+            "none for no endpoint"
+        )
 
 
 def _mixtures(data: Data) -> Iterator[str]:

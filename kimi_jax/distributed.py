@@ -30,7 +30,7 @@ from kimi_jax import clusters, config, roll_call
 from kimi_jax.errors import UserError
 
 _LEAST_SECONDS = 30
-_BROADCAST_BYTES = 1024
+_PIECE = 1024
 _HINTS = {
     "GKE": "see that all pods run: kubectl get pods; a JobSet restarts failed ones",
     "TPU VM": "the command must run on every worker: gcloud ... ssh --worker=all",
@@ -105,9 +105,22 @@ def broadcast[T](value: T) -> T:
         return value
     text = json.dumps(value).encode() if is_leader() else b""
     size = int(_from_leader(np.asarray(len(text), np.int32)))
-    padded = np.zeros(-(-size // _BROADCAST_BYTES) * _BROADCAST_BYTES, np.uint8)
-    padded[: len(text)] = np.frombuffer(text, np.uint8)
-    return json.loads(bytes(_from_leader(padded)[:size]))
+    return json.loads(bytes(_from_leader(_padded(text, size))[:size]))
+
+
+def gather[T](value: T) -> list[T]:
+    """The `value` of every process, in their order. All must call it.
+
+    Args:
+      value: anything that JSON can hold.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    text = json.dumps(value).encode()
+    sizes = _from_all(np.asarray(len(text), np.int32))
+    gathered = _from_all(_padded(text, int(sizes.max())))
+    pairs = zip(gathered, sizes.tolist(), strict=True)
+    return [json.loads(bytes(row[:size])) for row, size in pairs]
 
 
 def on_leader[T](name: str, decide: Callable[[], T], *, timeout: float) -> T:
@@ -189,10 +202,23 @@ def _missing(place: clusters.Place, timeout: int, what: str) -> str:
     )
 
 
+def _padded(text: bytes, size: int) -> np.ndarray:
+    """`text` and zeros; few lengths, as each compiles a program."""
+    padded = np.zeros(-(-size // _PIECE) * _PIECE, np.uint8)
+    padded[: len(text)] = np.frombuffer(text, np.uint8)
+    return padded
+
+
 def _from_leader(x: np.ndarray) -> np.ndarray:
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.broadcast_one_to_all(x))
+
+
+def _from_all(x: np.ndarray) -> np.ndarray:
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(x))
 
 
 @functools.cache

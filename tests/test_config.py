@@ -79,6 +79,13 @@ def test_all_problems_are_reported_at_once():
         ("cluster.processes=0", "must be at least 1"),
         ("cluster.process=-1", "must be at least 0"),
         ("cluster.timeout=0", "must be at least 1"),
+        ("train.eval_length_multiples=4", "must begin with 1"),
+        ("train.eval_length_multiples=1,4,2", "and increase, such as (1, 4)"),
+        ("train.eval_length_multiples=()", "must begin with 1"),
+        ("monitor.profile=10", "write FIRST:END, such as 10:13"),
+        ("monitor.profile=3:3", "FIRST must be below END"),
+        ("monitor.profile=3:9", "the run has 4 steps; end at 5 or before"),
+        ("monitor.prometheus_port=0", "between 1 and 65535"),
         ("model", "no value"),
         ("model={}", "a section, not a value"),
         ("name.x=1", "a value, not a section"),
@@ -118,6 +125,14 @@ def test_traps_of_config_dicts():
     # The shell takes the quotes of '', which names the default corpus.
     assert tiny.make("data.sources=").data.sources == ("",)
     assert tiny.make("data.sources='',a").data.sources == ("", "a")
+
+
+def test_how_a_run_is_watched():
+    cfg = tiny.make("monitor.profile=3:5", "monitor.prometheus_port=9100")
+    assert (cfg.monitor.profile, cfg.monitor.prometheus_port) == ("3:5", 9100)
+    assert tiny.make("monitor.prometheus_port=none").monitor.prometheus_port is None
+    multiples = tiny.make("train.eval_length_multiples=1,4").train.eval_length_multiples
+    assert multiples == (1, 4)
 
 
 def test_tables_of_numbers():

@@ -42,6 +42,8 @@ leader = distributed.is_leader()
 # What the other passes does not matter, not even its size.
 news = {"step": 2**40 + 1, "why": "é" * 2000, "none": [None, 0.5]}
 assert distributed.broadcast(news if leader else "mine") == news
+assert distributed.gather("x" * place.process) == ["", "x"]
+assert distributed.gather(2**40 + place.process) == [2**40, 2**40 + 1]
 assert distributed.on_leader("sum", lambda: 40 + place.process, timeout=60) == 40
 
 def refuse():
@@ -161,6 +163,7 @@ def test_alone_everything_is_the_plain_value():
     assert distributed.is_leader() and jax.process_count() == 1
     value = {"a": (1, 2)}
     assert distributed.broadcast(value) is value
+    assert distributed.gather(value) == [value]
     assert distributed.on_leader("x", lambda: value, timeout=1) is value
     assert distributed.largest(7) == np.int32(7)
     distributed.barrier("nobody", 1)

@@ -188,6 +188,8 @@ class Progress:
             fields.append(f"val loss {record['loss']:.4f}")
         if "bits_per_byte" in record:
             fields.append(f"val bpb {record['bits_per_byte']:.4f}")
+        for length, other in list(record.get("lengths", {}).items())[1:]:
+            fields.append(f"at {length} {other['bits_per_byte']:.4f}")
         if self._unigram is not None:
             fields.append(f"(byte unigrams {self._unigram:.4f})")
         return fields
@@ -252,6 +254,7 @@ def _train_fields(record: Mapping[str, Any]) -> list[str]:
         "learning_rate": lambda x: f"lr {x:8.2e}",
         "gradient_norm": lambda x: f"grad norm {x:8.3g}",
         "tokens_per_second": lambda x: f"{format_rate(x):>5} tok/s",
+        "mfu": lambda x: f"MFU {x:6.1%}",
     }
     fields = [show(record[name]) for name, show in formats.items() if name in record]
     violations = record.get("layers", {}).get("moe/max_violation")

@@ -12,25 +12,24 @@ back into floats, and the writer refuses them as text, so the mapping is one to 
 
 import contextlib
 import errno
-import importlib.util
 import json
 import math
 import operator
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from kimi_jax.errors import UserError
+from kimi_jax.monitor.tensorboard import TensorBoard
 
 FILENAME = "metrics.jsonl"
 Record = dict[str, Any]
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_RESERVED_KEYS = ("kind", "step", "time")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -135,19 +134,25 @@ def replace_file(path: str | os.PathLike, data: bytes | str) -> None:
         raise _write_error(error, path) from error
 
 
-def tensorboard_available() -> bool:
-    """Whether scalars are mirrored to TensorBoard, i.e. tensorboardX is installed."""
-    return importlib.util.find_spec("tensorboardX") is not None
+class Mirror(Protocol):
+    """Whoever wants to see every record as it is written."""
+
+    def write(self, record: Record) -> None: ...
 
 
 class MetricsWriter:
-    """Appends records to `workdir/metrics.jsonl` and mirrors scalars to TensorBoard.
+    """Appends records to `workdir/metrics.jsonl` and mirrors them to TensorBoard.
 
     Each `write` reaches the operating system before it returns, so a killed process
     loses nothing it reported. Use one writer per run, on process 0 only.
     """
 
-    def __init__(self, workdir: str | os.PathLike, resume_step: int | None = None):
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        resume_step: int | None = None,
+        mirrors: Sequence[Mirror] = (),
+    ):
         """Open the metrics file of `workdir`, creating the directory if needed.
 
         Args:
@@ -155,6 +160,7 @@ class MetricsWriter:
             resume_step: None for a fresh run. On resume, the step of the restored
                 checkpoint (0 to start over in the same workdir): records of later
                 steps and a half-written last line are removed first, in one rename.
+            mirrors: shown each record once it is stored; the caller closes them.
 
         Raises:
             UserError: a fresh run finds records of another run, or the file is
@@ -174,7 +180,8 @@ class MetricsWriter:
                 "or resume that run (resume_step=0 starts it over)"
             )
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (kept open)
-        self._tensorboard = _TensorBoard(workdir / "tensorboard", resume_step)
+        self._tensorboard = TensorBoard(workdir / "tensorboard", resume_step)
+        self._mirrors = (self._tensorboard, *mirrors)
 
     def write(self, kind: str, step: int, **values: Any) -> Record:
         """Append one record and return it as it was stored, with "time" added.
@@ -201,7 +208,8 @@ class MetricsWriter:
         line = json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
         self._append(line.encode())
         record = from_jsonable(record)
-        self._tensorboard.write(record)
+        for mirror in self._mirrors:
+            mirror.write(record)
         return record
 
     def flush(self) -> None:
@@ -240,45 +248,6 @@ class MetricsWriter:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file.fileno(), start)
             raise _write_error(error, self.path) from error
-
-
-class _TensorBoard:
-    """Scalar mirror that opens its event file on the first record, or never."""
-
-    def __init__(self, directory: Path, resume_step: int | None):
-        self._directory = directory
-        # TensorBoard hides events of steps that the resumed run repeats.
-        self._purge_step = None if resume_step is None else resume_step + 1
-        self._writer: Any = None
-        self._enabled = tensorboard_available()
-
-    def write(self, record: Record) -> None:
-        scalars = {
-            name: value
-            for name, value in record.items()
-            if name not in _RESERVED_KEYS
-            and isinstance(value, int | float)
-            and not isinstance(value, bool)
-        }
-        if not self._enabled or record["kind"] == "run" or not scalars:
-            return
-        if self._writer is None:
-            from tensorboardX import SummaryWriter
-
-            self._writer = SummaryWriter(
-                str(self._directory), purge_step=self._purge_step
-            )
-        for name, value in scalars.items():
-            tag = f"{record['kind']}/{name}"
-            self._writer.add_scalar(tag, value, record["step"], walltime=record["time"])
-
-    def flush(self) -> None:
-        if self._writer is not None:
-            self._writer.flush()
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
 
 
 def _encode_float(value: float) -> float | str:

@@ -9,7 +9,7 @@ step stays visible and a file never holds more points than a screen has pixels.
 import io
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -181,6 +181,46 @@ def history_figure(
     return figure
 
 
+def named_figure(panels: Mapping[str, Mapping[str, Series]]) -> Figure:
+    """Panels over steps by title, each with lines by name and a legend beside it."""
+    figure = _new_figure(8.0, 3.2 * len(panels))
+    axes = np.atleast_1d(figure.subplots(len(panels), 1))
+    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+        _style(axis, title, "")
+        _draw_lines(axis, lines)
+        _scale_y(axis, np.concatenate([x.values for x in lines.values()]), True)
+        axis.set_xlabel("step", fontsize=9.5, color=_TEXT)
+        axis.legend(
+            frameon=False,
+            fontsize=8.5,
+            labelcolor=_TEXT,
+            loc="center left",
+            bbox_to_anchor=(1.0, 0.5),
+        )
+    return figure
+
+
+def position_figure(lines: Mapping[str, Series], train_length: int) -> Figure:
+    """Loss over the last position of each bin, in nats a token; a line a length."""
+    figure = _new_figure(8.0, 3.8)
+    axis = figure.subplots()
+    _style(axis, "Loss by position in the document", "nats a token")
+    _draw_lines(axis, lines, marker="o")
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    axis.xaxis.set_minor_locator(ticker.NullLocator())
+    axis.set_xlabel("position (tokens of context)", fontsize=9.5, color=_TEXT)
+    axis.axvline(
+        train_length,
+        color=_REFERENCE,
+        linewidth=1.3,
+        linestyle=(0, (5, 3)),
+        label="training length",
+    )
+    axis.legend(frameon=False, fontsize=9.5, labelcolor=_TEXT, title="windows of")
+    return figure
+
+
 def depth_map_figure(weights: np.ndarray, num_layers: int | None) -> Figure:
     """Heat map of attention-residual weights: depth along x, sources along y.
 
@@ -268,6 +308,24 @@ def _style(axis: Axes, title: str, label: str) -> None:
         axis.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axis.spines[side].set_color(_AXIS)
+
+
+def _draw_lines(
+    axis: Axes, lines: Mapping[str, Series], marker: str | None = None
+) -> None:
+    colors = colormaps["tab20" if len(lines) > 10 else "tab10"]
+    for i, (name, (x, values)) in enumerate(lines.items()):
+        line = downsample(x, values)
+        single = "o" if len(line.steps) == 1 else None
+        axis.plot(
+            line.steps,
+            line.mean,
+            color=colors(i % colors.N),
+            linewidth=1.4,
+            marker=marker or single,
+            markersize=4.5,
+            label=name,
+        )
 
 
 def _scale_y(axis: Axes, values: np.ndarray, from_zero: bool) -> None:

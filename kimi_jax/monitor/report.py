@@ -1,8 +1,7 @@
 """Reads a workdir and writes `report.md`, `plots/*.png` and `summary.json` into it.
 
-The metrics file is read once, record by record, and only what the report shows is kept,
-so a long run of a deep model does not have to fit in memory. Every section is optional:
-a run without experts has no routing section, an interrupted one has no end.
+Every section is optional: a run without experts has no routing section, an interrupted
+one has no end.
 """
 
 import json
@@ -10,17 +9,16 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from kimi_jax.errors import UserError
-from kimi_jax.monitor import metrics, plots
+from kimi_jax.monitor import metrics, plots, sections
+from kimi_jax.monitor.markdown import code, fence, number, table
+from kimi_jax.monitor.runs import Run, last, layer_series, load_run, series, tail
 
 _SAMPLE_LIMIT = 4000
-# The last tenth of the log: single steps of MaxVio and loss are noisy.
-_TAIL_FRACTION = 0.1
 _HEAD_FIELDS = ("kind", "step", "time", "event", "command")
 
 
@@ -28,7 +26,6 @@ _HEAD_FIELDS = ("kind", "step", "time", "event", "command")
 _OPTIMIZER_PANELS = (
     ("Learning rate", "peak times schedule", "learning_rate"),
     ("Gradient norm", "global norm before clipping", "gradient_norm"),
-    ("Throughput", "tokens per second", "tokens_per_second"),
 )
 _ROUTING_PANELS = (
     ("MaxVio", "max load / mean load - 1", "moe/max_violation"),
@@ -37,20 +34,6 @@ _ROUTING_PANELS = (
     ("Bias range", "max bias - min bias", "moe/bias_range"),
 )
 _RESIDUAL_PANELS = (("Entropy of the residual weights", "nats", "residual/entropy"),)
-
-
-class Run(NamedTuple):
-    """What a report needs of a run."""
-
-    workdir: Path
-    config: dict[str, Any] | None  # None: there is no config.json
-    info: dict[str, Any]  # fields of all "run" records, later ones win
-    train: dict[int, dict[str, Any]]  # step -> record
-    eval: dict[int, dict[str, Any]]
-    residual_weights: np.ndarray | None  # [sublayers, sources], at the last step
-    finished: bool
-    resumed_at: list[int]
-    seconds: float
 
 
 def build_report(workdir: str | os.PathLike) -> Path:
@@ -78,46 +61,6 @@ def build_report(workdir: str | os.PathLike) -> Path:
     return path
 
 
-def load_run(workdir: str | os.PathLike) -> Run:
-    """Read a workdir; raises as `build_report` does."""
-    workdir = Path(workdir)
-    path = workdir / metrics.FILENAME
-    info: dict[str, Any] = {}
-    train: dict[int, dict[str, Any]] = {}
-    evaluations: dict[int, dict[str, Any]] = {}
-    weights, finished, resumed_at, seconds, previous = None, False, [], 0.0, None
-    for record in metrics.iter_metrics(path):
-        kind, event = record["kind"], record.get("event")
-        if kind == "train":
-            # Nine numbers for each of up to 187 sublayers, and only the last are drawn.
-            weights = record.get("layers", {}).pop("residual/weights", weights)
-            train[record["step"]] = record
-        elif kind == "eval":
-            evaluations[record["step"]] = record
-        elif kind == "run":
-            info |= record
-            finished = event == "end"
-            if event == "resume":
-                resumed_at.append(record["step"])
-        # The time between a session's last record and the next resume is not training.
-        if previous is not None and event not in ("start", "resume"):
-            seconds += record["time"] - previous
-        previous = record["time"]
-    if previous is None:
-        raise UserError(f"{path} holds no records yet: wait for the run to start")
-    return Run(
-        workdir=workdir,
-        config=_read_config(workdir / "config.json"),
-        info=info,
-        train=train,
-        eval=evaluations,
-        residual_weights=None if weights is None else np.asarray(weights, np.float64),
-        finished=finished,
-        resumed_at=resumed_at,
-        seconds=seconds,
-    )
-
-
 def summarise(run: Run) -> dict[str, Any]:
     """The final numbers of a run; None where a run has none.
 
@@ -126,8 +69,8 @@ def summarise(run: Run) -> dict[str, Any]:
     layer at the last logged step, `max_violation_tail` the worst layer's mean over
     the last tenth of the log.
     """
-    last = _last(run.train)
-    evaluation = _last(run.eval)
+    train = last(run.train)
+    evaluation = last(run.eval)
     best = min(
         (record for record in run.eval.values() if _finite(record, "bits_per_byte")),
         key=lambda record: record["bits_per_byte"],
@@ -135,18 +78,16 @@ def summarise(run: Run) -> dict[str, Any]:
     )
     violation = layer_series(run, "moe/max_violation")
     dead = layer_series(run, "moe/dead_experts")
-    rates = _series(run.train, "tokens_per_second").values
-    rates = rates[np.isfinite(rates)]
     return {
         "name": (run.config or {}).get("name"),
         "finished": run.finished,
-        "step": last.get("step", 0),
+        "step": train.get("step", 0),
         "steps_planned": ((run.config or {}).get("train") or {}).get("steps"),
-        "tokens": last.get("tokens"),
+        "tokens": train.get("tokens"),
         "seconds": run.seconds,
-        "tokens_per_second": float(np.median(rates)) if len(rates) else None,
-        "train_loss": last.get("loss"),
-        "train_bits_per_byte": last.get("bits_per_byte"),
+        **sections.summarise_speed(run),
+        "train_loss": train.get("loss"),
+        "train_bits_per_byte": train.get("bits_per_byte"),
         "first_non_finite_step": min(
             (s for s, r in run.train.items() if "loss" in r and not _finite(r, "loss")),
             default=None,
@@ -158,40 +99,31 @@ def summarise(run: Run) -> dict[str, Any]:
         "best_validation_bits_per_byte": best.get("bits_per_byte"),
         "unigram_bits_per_byte": run.info.get("unigram_bits_per_byte"),
         "max_violation": None if violation is None else violation.values[-1].max(),
-        "max_violation_tail": None if violation is None else _tail(violation).max(),
+        "max_violation_tail": None if violation is None else tail(violation).max(),
         "dead_experts": None if dead is None else dead.values[-1].sum(),
         "parameters": run.info.get("parameters"),
         "corpus": run.info.get("corpus"),
     }
 
 
-def layer_series(run: Run, name: str) -> plots.Series | None:
-    """Per-layer values [P, lines] of the records that have `name`; None if none do."""
-    rows = {
-        step: record["layers"][name]
-        for step, record in run.train.items()
-        if record.get("layers", {}).get(name)
-    }
-    if not rows:
-        return None
-    return plots.Series(np.array(list(rows)), np.array(list(rows.values()), np.float64))
-
-
 def draw(run: Run) -> dict[str, Figure]:
     """The figures of a run by name, in the order of the report."""
     figures = {}
-    train = _series(run.train, "bits_per_byte")
-    validation = _series(run.eval, "bits_per_byte")
+    train = series(run.train, "bits_per_byte")
+    validation = series(run.eval, "bits_per_byte")
     if np.isfinite(train.values).any() or np.isfinite(validation.values).any():
         unigram = run.info.get("unigram_bits_per_byte")
         figures["loss"] = plots.loss_figure(train, validation, unigram)
     optimizer = [
-        plots.Panel(title, label, _series(run.train, name))
+        plots.Panel(title, label, series(run.train, name))
         for title, label, name in _OPTIMIZER_PANELS
     ]
     optimizer = [p for p in optimizer if np.isfinite(p.series.values).any()]
     if optimizer:
         figures["optimizer"] = plots.history_figure(optimizer)
+    figures |= sections.draw_positions(run)
+    figures |= sections.draw_speed(run)
+    figures |= sections.draw_groups(run)
     routing = _layer_panels(run, _ROUTING_PANELS)
     if routing:
         layers = _moe_layers(run, routing[0].series.values.shape[1])
@@ -216,6 +148,12 @@ def render(run: Run, summary: dict[str, Any], figures: Sequence[str]) -> str:
         parts.append("## Loss\n\n![Loss curve](plots/loss.png)")
     if "optimizer" in figures:
         parts.append("## Optimizer\n\n![Optimizer curves](plots/optimizer.png)")
+    if "positions" in figures:
+        parts.append(sections.positions_section(run))
+    if "speed" in figures:
+        parts.append(sections.speed_section(run))
+    if "groups" in figures:
+        parts.append(sections.groups_section())
     if "routing" in figures:
         parts.append(_routing_section(run))
     if "residual_map" in figures or "residual_entropy" in figures:
@@ -230,30 +168,29 @@ def _headline(summary: dict[str, Any]) -> str:
     steps = f"{summary['step']:,}" + (f" of {planned:,}" if planned else "") + " steps"
     state = "finished" if summary["finished"] else "not finished"
     validation, unigram = (
-        _number(summary["validation_bits_per_byte"]),
-        _number(summary["unigram_bits_per_byte"]),
+        number(summary["validation_bits_per_byte"]),
+        number(summary["unigram_bits_per_byte"]),
     )
-    best = _number(summary["best_validation_bits_per_byte"])
+    best = number(summary["best_validation_bits_per_byte"])
     if summary["best_validation_step"] is not None:
         best += f" (step {summary['best_validation_step']:,})"
-    rate, tokens = summary["tokens_per_second"], summary["tokens"]
     rows = [
         ("validation bits per byte", validation),
         ("best validation bits per byte", best),
         ("byte-unigram bits per byte of the same text", unigram),
-        ("train bits per byte, last step", _number(summary["train_bits_per_byte"])),
-        ("train loss, last step (nats a token)", _number(summary["train_loss"])),
-        ("worst MaxVio over layers, last step", _number(summary["max_violation"])),
+        ("train bits per byte, last step", number(summary["train_bits_per_byte"])),
+        ("train loss, last step (nats a token)", number(summary["train_loss"])),
+        ("worst MaxVio over layers, last step", number(summary["max_violation"])),
         (
             "worst MaxVio over layers, mean of the last tenth",
-            _number(summary["max_violation_tail"]),
+            number(summary["max_violation_tail"]),
         ),
-        ("dead experts, last step", _number(summary["dead_experts"], "{:.0f}")),
-        ("tokens", _number(tokens, "{:,}")),
-        ("tokens per second, median", _number(rate, "{:,.0f}")),
+        ("dead experts, last step", number(summary["dead_experts"], "{:.0f}")),
+        ("tokens", number(summary["tokens"], "{:,}")),
+        *sections.speed_rows(summary),
         ("wall time (s), compilation included", f"{summary['seconds']:,.1f}"),
-        ("parameters", _number(summary["parameters"], "{:,}")),
-        ("corpus", _number(summary["corpus"], "{}")),
+        ("parameters", number(summary["parameters"], "{:,}")),
+        ("corpus", number(summary["corpus"], "{}")),
     ]
     diverged = summary["first_non_finite_step"]
     warning = (
@@ -269,7 +206,7 @@ def _headline(summary: dict[str, Any]) -> str:
             f"after {steps}, {state}.",
             "",
             *warning,
-            *_table(("result", "value"), [row for row in rows if row[1] != "-"]),
+            *table(("result", "value"), [row for row in rows if row[1] != "-"]),
         ]
     )
 
@@ -284,12 +221,12 @@ def _routing_section(run: Run) -> str:
     }
     columns = {name: series for name, series in optional.items() if series is not None}
     values = [
-        _tail(series) if name.endswith("tenth") else series.values[-1]
+        tail(series) if name.endswith("tenth") else series.values[-1]
         for name, series in columns.items()
     ]
     formats = ["{:g}" if name == "dead experts" else "{:.3f}" for name in columns]
     rows = [
-        (str(layer), *(_number(x, f) for x, f in zip(row, formats, strict=True)))
+        (str(layer), *(number(x, f) for x, f in zip(row, formats, strict=True)))
         for layer, row in zip(
             _moe_layers(run, len(values[0])), zip(*values, strict=True), strict=True
         )
@@ -299,9 +236,9 @@ def _routing_section(run: Run) -> str:
         "a perfect balance. Values are of the last logged step; the mean over the last "
         "tenth of the log evens out batch noise."
     )
-    table = "\n".join(_table(("layer", *columns), rows))
+    lines = "\n".join(table(("layer", *columns), rows))
     image = "![Routing by layer](plots/routing.png)"
-    return f"## Routing\n\n{image}\n\n{text}\n\n{table}"
+    return f"## Routing\n\n{image}\n\n{text}\n\n{lines}"
 
 
 def _residual_section(figures: Sequence[str]) -> str:
@@ -329,50 +266,36 @@ def _sample_section(run: Run) -> str:
     text = path.read_text(encoding="utf-8", errors="replace")
     cut = f"\n\nThe first {_SAMPLE_LIMIT:,} characters of {len(text):,}."
     note = cut if len(text) > _SAMPLE_LIMIT else ""
-    return f"## Sample\n\n{_fence(text[:_SAMPLE_LIMIT], 'text')}{note}"
+    return f"## Sample\n\n{fence(text[:_SAMPLE_LIMIT], 'text')}{note}"
 
 
 def _reproduce_section(run: Run) -> str:
     parts = ["## How to reproduce"]
     command = run.info.get("command")
     if command:
-        parts.append(_fence(str(command), "sh"))
+        parts.append(fence(str(command), "sh"))
     else:
         parts.append("The run recorded no command line; its config is below.")
     if run.resumed_at:
         steps = ", ".join(f"{step:,}" for step in run.resumed_at)
         parts.append(f"Resumed at step {steps}.")
     fields = [
-        (name.replace("_", " "), _code(value))
+        (name.replace("_", " "), code(value))
         for name, value in run.info.items()
         if name not in _HEAD_FIELDS
     ]
     if fields:
-        parts.append("\n".join(_table(("recorded", "value"), fields, "---")))
+        parts.append("\n".join(table(("recorded", "value"), fields, "---")))
     return "\n\n".join(parts)
 
 
 def _config_section(run: Run) -> str:
     if not run.config:
         return ""
-    rows = [(f"`{name}`", _code(value)) for name, value in _flatten(run.config)]
-    table = "\n".join(_table(("field", "value"), rows, "---"))
+    rows = [(f"`{name}`", code(value)) for name, value in _flatten(run.config)]
+    lines = "\n".join(table(("field", "value"), rows, "---"))
     summary = f"<summary>{len(rows)} fields, as resolved</summary>"
-    return f"## Config\n\n<details>\n{summary}\n\n{table}\n\n</details>"
-
-
-def _read_config(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(
-            f"{path} is not JSON ({error}): restore or remove it"
-        ) from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    return config
+    return f"## Config\n\n<details>\n{summary}\n\n{lines}\n\n</details>"
 
 
 def _layer_panels(run: Run, table: Sequence[tuple[str, str, str]]) -> list[plots.Panel]:
@@ -384,20 +307,6 @@ def _layer_panels(run: Run, table: Sequence[tuple[str, str, str]]) -> list[plots
             from_zero = name != "moe/load_entropy"
             panels.append(plots.Panel(title, label, series, from_zero))
     return panels
-
-
-def _series(records: dict[int, dict[str, Any]], name: str) -> plots.Series:
-    values = [record.get(name, math.nan) for record in records.values()]
-    return plots.Series(np.array(list(records), int), np.array(values, np.float64))
-
-
-def _tail(series: plots.Series) -> np.ndarray:
-    count = max(1, math.ceil(_TAIL_FRACTION * len(series.steps)))
-    return series.values[-count:].mean(axis=0)
-
-
-def _last(records: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    return records[max(records)] if records else {}
 
 
 def _finite(record: dict[str, Any], name: str) -> bool:
@@ -423,42 +332,3 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
         else:
             flat.append((f"{prefix}{key}", value))
     return flat
-
-
-def _number(value: Any, form: str = "{:.4f}") -> str:
-    if value is None:
-        return "-"
-    numeric = isinstance(value, int | float) and not isinstance(value, bool)
-    return form.format(value) if numeric else _cell(str(value))
-
-
-def _table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], align: str = "---:"
-) -> list[str]:
-    rule = ["---", *[align] * (len(head) - 1)]
-    return [f"| {' | '.join(row)} |" for row in (head, rule, *rows)]
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
-
-
-def _code(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(metrics.to_jsonable(value))
-    # A longer delimiter than any run of backticks inside, as in _fence.
-    tick = "`" * (_longest_run(text) + 1)
-    pad = " " if "`" in text else ""
-    return f"{tick}{pad}{_cell(text)}{pad}{tick}" if text.strip() else "(empty)"
-
-
-def _fence(text: str, language: str) -> str:
-    ticks = "`" * max(3, _longest_run(text) + 1)
-    return f"{ticks}{language}\n{text.rstrip()}\n{ticks}"
-
-
-def _longest_run(text: str) -> int:
-    longest = current = 0
-    for character in text:
-        current = current + 1 if character == "`" else 0
-        longest = max(longest, current)
-    return longest

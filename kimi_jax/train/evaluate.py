@@ -1,15 +1,40 @@
-"""The loss of the held-out text, during training."""
+"""The loss of the held-out text, during training: whole, and by length of context.
+
+The text is read in windows of the training length and of multiples of it. A position is
+how much of its document the model has seen: tokens since the document or the window
+began, whichever came later, the current one included. Long documents in long windows
+are what tests long contexts; the place in a window of short documents says nothing.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from kimi_jax.config import Config
+from kimi_jax.config import Config, Train
 from kimi_jax.data import loader
-from kimi_jax.train.batch import batch_shape, on_mesh
-from kimi_jax.train.step import State, make_eval_step
+from kimi_jax.modules import transformer
+from kimi_jax.ops.segments import positions_in_segments
+from kimi_jax.train.batch import Batch, batch_shape, on_mesh
+from kimi_jax.train.step import State, token_losses
+
+Sums = dict[str, np.ndarray]
+
+
+class _Length(NamedTuple):
+    """How windows of one length are evaluated."""
+
+    length: int
+    batches: loader.EvalBatches
+    step: Callable[[State, Batch], dict[str, jax.Array]]
+    upto_P: tuple[int, ...]  # the last position of each bin
 
 
 class Evaluator:
@@ -22,21 +47,135 @@ class Evaluator:
         rows: jax.sharding.NamedSharding,
         state: State,
     ):
-        self._batches, self._rows = data.validation, rows
-        self._bytes_W = data.tokenizer.bytes_per_token
-        step = jax.jit(make_eval_step(cfg))
-        self._step = step.lower(state, batch_shape(cfg.train, rows)).compile()
+        self._rows, self._train_length = rows, cfg.train.seq_len
+        self._lengths = [
+            _prepare(cfg, data, rows, state, multiple)
+            for multiple in cfg.train.eval_length_multiples
+        ]
 
-    def __call__(self, state: State) -> dict[str, float]:
-        """loss (nats a token), bits_per_byte, tokens."""
-        nats = tokens = num_bytes = 0.0
-        for host in loader.iterate(self._batches, 0, len(self._batches)):
-            sums = self._step(state, on_mesh(host, self._rows))
-            nats += float(sums["nats"])
-            tokens += float(sums["tokens"])
-            num_bytes += float((self._bytes_W[host["targets"]] * host["weights"]).sum())
-        return {
-            "loss": nats / tokens,
-            "bits_per_byte": nats / math.log(2) / num_bytes,
-            "tokens": int(tokens),
+    def __call__(self, state: State) -> dict[str, Any]:
+        """Reads the state and changes nothing.
+
+        Returns:
+          loss (nats a token), bits_per_byte and tokens at the training length; seconds;
+          and `lengths`, which holds for each length of windows:
+
+            loss, bits_per_byte, tokens
+            position_loss, position_tokens   by the last position of each bin
+            beyond_loss, beyond_bits_per_byte, beyond_tokens
+                      at positions past the training length, if there are any
+        """
+        started = time.monotonic()
+        lengths = {
+            str(length.length): summarise(
+                self._sums(length, state), length.upto_P, self._train_length
+            )
+            for length in self._lengths
         }
+        first = lengths[str(self._train_length)]
+        whole = {name: first[name] for name in ("loss", "bits_per_byte", "tokens")}
+        return {**whole, "seconds": time.monotonic() - started, "lengths": lengths}
+
+    def _sums(self, length: _Length, state: State) -> Sums:
+        total = {name: np.zeros(len(length.upto_P)) for name in _SUMS}
+        for host in loader.iterate(length.batches, 0, len(length.batches)):
+            sums = length.step(state, on_mesh(host, self._rows))
+            for name in _SUMS:
+                total[name] += np.asarray(sums[name], np.float64)
+        return total
+
+
+_SUMS = ("nats", "tokens", "bytes")
+
+
+def position_bins(train_length: int, longest: int) -> tuple[int, ...]:
+    """The last position of each bin, counted from 1: 1, 2, 4, 8, ... up to `longest`.
+
+    The training length ends a bin, and the bins after it double from there, so that no
+    bin mixes positions that training has seen with those that it has not.
+    """
+    upto = [2**k for k in range(train_length.bit_length()) if 2**k < train_length]
+    last = train_length
+    while last < longest:
+        upto.append(last)
+        last *= 2
+    return (*upto, longest)
+
+
+def rows_at(train: Train, multiple: int, devices: int) -> int:
+    """Rows of an evaluation batch: as many tokens as in training, split evenly.
+
+    At least one row for each device.
+    """
+    return max(1, train.batch_size // multiple // devices) * devices
+
+
+def make_eval_step(
+    cfg: Config, upto_P: tuple[int, ...], bytes_per_token: np.ndarray
+) -> Callable[[State, Batch], dict[str, jax.Array]]:
+    """(state, batch) -> nats, tokens and bytes of text, summed in each bin [P]."""
+
+    def eval_step(state: State, batch: Batch) -> dict[str, jax.Array]:
+        variables = {"params": state.params, "balance": state.balance}
+        out = transformer.apply(
+            cfg.model, variables, batch.tokens_BT, batch.segment_ids_BT
+        )
+        _, losses_N = token_losses(cfg, out, batch)
+        positions_BT = 1 + positions_in_segments(batch.segment_ids_BT)
+        bin_N = jnp.searchsorted(jnp.array(upto_P), positions_BT.reshape(-1))
+        in_bin_PN = bin_N == jnp.arange(len(upto_P))[:, None]
+        weights_N = batch.weights_BT.reshape(-1)
+        bytes_N = jnp.asarray(bytes_per_token, jnp.float32)[batch.targets_BT]
+
+        def by_bin(x_N: jax.Array) -> jax.Array:
+            # A masked sum, unlike a scatter, adds in the same order every time.
+            return jnp.sum(jnp.where(in_bin_PN, x_N * weights_N, 0), axis=1)
+
+        return {
+            "nats": by_bin(losses_N),
+            "tokens": by_bin(jnp.ones_like(weights_N)),
+            "bytes": by_bin(bytes_N.reshape(-1)),
+        }
+
+    return eval_step
+
+
+def summarise(sums: Sums, upto_P: tuple[int, ...], train_length: int) -> dict[str, Any]:
+    """The record of one length, see `Evaluator`; bins without a token are left out."""
+    upto = np.array(upto_P)
+    seen = [int(p) for p in np.flatnonzero(sums["tokens"])]
+    beyond = upto > train_length
+    record = _loss(sums, np.ones_like(beyond), "")
+    if sums["tokens"][beyond].any():
+        record |= _loss(sums, beyond, "beyond_")
+    nats_P, tokens_P = sums["nats"], sums["tokens"]
+    record["position_loss"] = {str(upto[p]): nats_P[p] / tokens_P[p] for p in seen}
+    record["position_tokens"] = {str(upto[p]): int(tokens_P[p]) for p in seen}
+    return record
+
+
+def _loss(sums: Sums, chosen_P: np.ndarray, prefix: str) -> dict[str, Any]:
+    nats, tokens, num_bytes = (float(sums[name][chosen_P].sum()) for name in _SUMS)
+    return {
+        f"{prefix}loss": nats / tokens if tokens else math.nan,
+        f"{prefix}bits_per_byte": nats / math.log(2) / num_bytes
+        if num_bytes
+        else math.nan,
+        f"{prefix}tokens": int(tokens),
+    }
+
+
+def _prepare(
+    cfg: Config,
+    data: loader.Data,
+    rows: jax.sharding.NamedSharding,
+    state: State,
+    multiple: int,
+) -> _Length:
+    length = cfg.train.seq_len * multiple
+    batch_size = rows_at(cfg.train, multiple, rows.mesh.size)
+    upto_P = position_bins(cfg.train.seq_len, length)
+    step = jax.jit(make_eval_step(cfg, upto_P, data.tokenizer.bytes_per_token))
+    shape = dataclasses.replace(cfg.train, batch_size=batch_size, seq_len=length)
+    compiled = step.lower(state, batch_shape(shape, rows)).compile()
+    return _Length(length, data.validation.at(length, batch_size), compiled, upto_P)

@@ -7,10 +7,10 @@ import pathlib
 import jax
 from rich.console import Console
 
-from kimi_jax import accounting, config, layout
+from kimi_jax import accounting, config, flops, layout
 from kimi_jax.data import loader, statistics
-from kimi_jax.monitor import metrics
 from kimi_jax.monitor.console import print_first_screen
+from kimi_jax.monitor.tensorboard import tensorboard_available
 from pallas_kernels.kda import choose_implementation
 
 
@@ -59,13 +59,34 @@ def layer_row(model: config.Model) -> str:
     )
 
 
+def flops_row(cfg: config.Config, device_kind: str) -> str:
+    """ "2.4e+12 a step; at most 9.895e+14 a second on each NVIDIA H200"."""
+    step, peak = flops.step_flops(cfg), flops.peak_flops(device_kind)
+    if peak is None:
+        return f"{step:.3g} a step; no peak is known for {device_kind}, so no MFU"
+    return f"{step:.3g} a step; at most {peak:.4g} a second on each {device_kind}"
+
+
+def flops_rows(model: config.Model, seq_len: int) -> list[tuple[str, str, str, str]]:
+    """A row for each part of the model, and the totals."""
+    parts = flops.flop_parts(model, seq_len)
+    total = sum(part.training for part in parts)
+    rows = [("part", "forward a token", "training a token", "share")]
+    rows += [
+        (p.name, f"{p.forward:.4g}", f"{p.training:.4g}", f"{p.training / total:.1%}")
+        for p in parts
+    ]
+    return [*rows, ("all", f"{total / flops.TRAINING:.4g}", f"{total:.4g}", "100.0%")]
+
+
 def _run_rows(
     cfg: config.Config, mesh: jax.sharding.Mesh, folder: pathlib.Path, first: int
 ) -> list[tuple[str, str]]:
     train, device = cfg.train, mesh.devices.flat[0]
     kernel, why = choose_implementation(cfg.model.kda.implementation, device.platform)
     tokens = train.steps * train.batch_size * train.seq_len
-    mirror = "on" if metrics.tensorboard_available() else "off: install tensorboardX"
+    mirror = "on" if tensorboard_available() else "off: install tensorboardX"
+    port = cfg.monitor.prometheus_port
     return [
         ("model", layer_row(cfg.model)),
         ("mesh", f"data={mesh.size} ({device.device_kind})"),
@@ -75,7 +96,9 @@ def _run_rows(
             f"{cfg.model.moe.implementation}, {cfg.model.moe.balancing.method}",
         ),
         ("tokens", f"{tokens:,} in {train.steps:,} steps"),
+        ("FLOPs", flops_row(cfg, device.device_kind)),
         ("start", f"resumed after step {first:,}" if first else "fresh"),
         ("results", str(folder)),
         ("tensorboard", mirror),
+        ("prometheus", "off" if port is None else f"port {port}, /metrics"),
     ]

@@ -26,7 +26,8 @@ from kimi_jax.data import loader
 from kimi_jax.errors import UserError
 from kimi_jax.infer.sample import sample
 from kimi_jax.monitor.console import Progress
-from kimi_jax.monitor.metrics import MetricsWriter, replace_file
+from kimi_jax.monitor.metrics import MetricsWriter, Mirror, replace_file
+from kimi_jax.monitor.prometheus import Exporter
 from kimi_jax.monitor.report import build_report
 from kimi_jax.monitor.tokenizing import tokenizing_lines
 from kimi_jax.train import first_screen, workdir
@@ -34,6 +35,7 @@ from kimi_jax.train.batch import batch_shape, on_mesh
 from kimi_jax.train.checkpoint import Checkpointer
 from kimi_jax.train.evaluate import Evaluator
 from kimi_jax.train.interrupt import Interrupt
+from kimi_jax.train.profile import Profiler
 from kimi_jax.train.step import State, init_state, make_train_step, make_transform
 from kimi_jax.train.step_log import StepLog
 
@@ -57,6 +59,7 @@ class _Run(NamedTuple):
     checkpoints: Checkpointer
     metrics: MetricsWriter
     progress: Progress
+    profiler: Profiler
 
 
 def train(cfg: Config, path: str, *, console: Console, command: str = "") -> None:
@@ -73,17 +76,23 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
     resumable = workdir.claim(folder, cfg)
     unigram = float(data.summary["unigram_bits_per_byte"])
     with contextlib.ExitStack() as stack:
+        mirrors: list[Mirror] = []
+        if cfg.monitor.prometheus_port is not None:
+            mirrors.append(stack.enter_context(Exporter(cfg.monitor.prometheus_port)))
         progress = stack.enter_context(Progress(console, unigram))
         checkpoints = stack.enter_context(Checkpointer(folder, cfg, data.identity))
         transform = make_transform(cfg)
         state = _first_state(cfg, mesh, transform, checkpoints, progress)
         first = int(state.step)
         metrics = stack.enter_context(
-            MetricsWriter(folder, first if resumable else None)
+            MetricsWriter(folder, first if resumable else None, mirrors)
         )
+        profiler = stack.enter_context(Profiler(cfg.monitor, folder, progress.note))
         first_screen.show(console, cfg, mesh, data, folder, first)
         metrics.write("run", first, **_identity(cfg, data, first, command))
-        run = _Run(cfg, folder, mesh, data, transform, checkpoints, metrics, progress)
+        run = _Run(
+            cfg, folder, mesh, data, transform, checkpoints, metrics, progress, profiler
+        )
         with Interrupt() as interrupt:
             state = _steps(run, state, interrupt)
         _write_sample(run, state)
@@ -160,8 +169,9 @@ def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:
         return state
     rows = sharding.by_rows(run.mesh)
     step_fn, evaluate = _compile(run, state)
-    log, previous = StepLog(run.cfg, run.data, run.metrics, run.progress), None
-    for step, host in enumerate(loader.iterate(run.data.train, first, last), first + 1):
+    log = StepLog(run.cfg, run.data, run.metrics, run.progress, run.mesh)
+    previous = None
+    for step, host in enumerate(log.batches(run.data.train, first, last), first + 1):
         state, metrics = step_fn(state, on_mesh(host, rows))
         # Looking at the step before lets the device work ahead of the host.
         _check_finite(run, previous, step - 1)
@@ -173,15 +183,15 @@ def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:
             _check_finite(run, metrics, step)
             log.write(step, metrics, state)
         if due[cfg.eval_every]:
-            record = run.metrics.write("eval", step, **evaluate(state))
+            with log.aside():
+                record = run.metrics.write("eval", step, **evaluate(state))
             run.progress.update(record, step, last)
         if due[cfg.checkpoint_every] or interrupt.requested:
             _check_finite(run, metrics, step)
-            # First the records: a durable step never lacks those that lead to it.
-            run.metrics.flush()
-            run.checkpoints.save(state)
-        if due[cfg.eval_every] or due[cfg.checkpoint_every]:
-            log.restart()
+            with log.aside():
+                # First the records: a durable step never lacks those that lead to it.
+                run.metrics.flush()
+                run.checkpoints.save(state)
         if interrupt.requested:
             run.checkpoints.wait()
             _report_durable(run)
@@ -218,7 +228,7 @@ def _compile(run: _Run, state: State) -> tuple[Callable[..., Any], Evaluator]:
     compiled = step_fn.lower(state, batch_shape(run.cfg.train, rows)).compile()
     evaluate = Evaluator(run.cfg, run.data, rows, state)
     run.progress.note(f"compiled in {time.monotonic() - started:.1f} s")
-    return compiled, evaluate
+    return run.profiler.around(compiled, int(state.step)), evaluate
 
 
 def _check_finite(run: _Run, metrics: Any, step: int) -> None:

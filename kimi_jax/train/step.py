@@ -153,23 +153,6 @@ def make_train_step(
     return train_step
 
 
-def make_eval_step(
-    cfg: config.Config,
-) -> Callable[[State, Batch], dict[str, jax.Array]]:
-    """(state, batch) -> summed nats, tokens. Leaves the balancing state alone."""
-
-    def eval_step(state: State, batch: Batch) -> dict[str, jax.Array]:
-        variables = {"params": state.params, "balance": state.balance}
-        out = transformer.apply(
-            cfg.model, variables, batch.tokens_BT, batch.segment_ids_BT
-        )
-        _, losses_N = token_losses(cfg, out, batch)
-        weights_N = batch.weights_BT.reshape(-1)
-        return {"nats": jnp.sum(losses_N * weights_N), "tokens": jnp.sum(weights_N)}
-
-    return eval_step
-
-
 def _split(x: jax.Array, micro_batches: int) -> jax.Array:
     """[B, ...] -> [micro-batches, rows, ...], every one with rows of every device."""
     return x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
+from kimi_jax import flops
 from kimi_jax.config import Config
 from kimi_jax.data import loader
 from kimi_jax.monitor.console import Progress
 from kimi_jax.monitor.metrics import MetricsWriter
 from kimi_jax.train import health, optimizer
+from kimi_jax.train.clock import clock_of
 from kimi_jax.train.step import State
 
 
@@ -26,16 +29,29 @@ class StepLog:
         data: loader.Data,
         metrics: MetricsWriter,
         progress: Progress,
+        mesh: jax.sharding.Mesh,
     ):
         self._cfg, self._metrics, self._progress = cfg, metrics, progress
         self._bytes_W = data.tokenizer.bytes_per_token
         self._schedule = optimizer.schedule(cfg.optimizer, cfg.train.steps)
         self._rows: list[tuple[Any, Any, float]] = []
-        self._started = time.monotonic()
+        self._step_flops = flops.step_flops(cfg)
+        peak = flops.peak_flops(mesh.devices.flat[0].device_kind)
+        self._peak = None if peak is None else peak * mesh.size
+        self._clock = clock_of(metrics.path)
 
-    def restart(self) -> None:
-        """Start the clock again: what happened since the last line was no step."""
-        self._started = time.monotonic()
+    def batches(self, source: loader.Source, start: int, stop: int) -> Iterator[Any]:
+        """`loader.iterate`, timed; the clock starts when the first batch is wanted."""
+        self._clock.start()
+        yield from self._clock.waiting(loader.iterate(source, start, stop))
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """For what is no step: waits for the device, then stops the clock."""
+        if self._rows:
+            jax.block_until_ready(self._rows[-1][0])
+        with self._clock.stopped():
+            yield
 
     def add(self, metrics: Mapping[str, Any], host: loader.Batch) -> None:
         """A step's metrics, still on the device, and the batch it saw."""
@@ -47,7 +63,6 @@ class StepLog:
         cfg = self._cfg
         rows = [(float(loss) * float(n), float(n), b) for loss, n, b in self._rows]
         nats, tokens, num_bytes = np.sum(rows, axis=0)
-        seconds = (time.monotonic() - self._started) / len(rows)
         step_tokens = cfg.train.batch_size * cfg.train.seq_len
         record = self._metrics.write(
             "train",
@@ -57,10 +72,24 @@ class StepLog:
             learning_rate=float(self._schedule(step - 1)),
             gradient_norm=metrics["gradient_norm"],
             tokens=step * step_tokens,
-            tokens_per_second=step_tokens / seconds,
-            step_seconds=seconds,
+            **self._rates(len(rows), step_tokens),
             layers=health.layer_metrics(cfg.model, metrics["stats"], state.balance),
         )
         self._progress.update(record, step, cfg.train.steps)
         self._rows.clear()
-        self.restart()
+
+    def _rates(self, steps: int, step_tokens: int) -> dict[str, float]:
+        """How fast the last `steps` were; mfu is absent where no peak is known."""
+        lap = self._clock.lap()
+        seconds = lap.steps / steps
+        rates = {
+            "step_seconds": seconds,
+            "tokens_per_second": step_tokens / seconds,
+            "flops_per_second": self._step_flops / seconds,
+            "data_wait_share": lap.waited / lap.steps,
+            "productive_seconds": self._clock.productive,
+            "productive_share": self._clock.productive_share,
+        }
+        if self._peak is not None:
+            rates["mfu"] = rates["flops_per_second"] / self._peak
+        return rates

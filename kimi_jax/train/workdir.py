@@ -31,6 +31,7 @@ _FREE = (
     "train.log_every",
     "train.eval_",
     "train.checkpoint_",
+    "monitor",
 )
 
 

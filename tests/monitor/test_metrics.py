@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -201,7 +200,8 @@ def test_a_write_that_fails_half_way_leaves_whole_lines(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, previous)
     assert writer.path.read_bytes() == whole
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"]
+    files = sorted(p.name for p in tmp_path.iterdir() if p.is_file())
+    assert files == ["metrics.jsonl"]
     writer.write("train", 2, loss=1.0)
     assert [record["step"] for record in read_metrics(writer.path)] == [1, 2]
 
@@ -227,55 +227,3 @@ def test_to_jsonable_leaves_its_input_alone():
     value = {"a": [1, (2.0, None)], "b": "text"}
     assert to_jsonable(value) == {"a": [1, [2.0, None]], "b": "text"}
     assert value["a"][1] == (2.0, None)
-
-
-class FakeSummaryWriter:
-    def __init__(self, directory, purge_step):
-        self.directory, self.purge_step, self.scalars = directory, purge_step, []
-        FakeSummaryWriter.instances.append(self)
-
-    def add_scalar(self, tag, value, step, walltime):
-        assert walltime > 0
-        self.scalars.append((tag, value, step))
-
-    def flush(self):
-        pass
-
-    def close(self):
-        self.scalars.append("closed")
-
-
-def test_tensorboard_mirrors_scalars_when_it_is_installed(tmp_path, monkeypatch):
-    FakeSummaryWriter.instances = []
-    module = types.ModuleType("tensorboardX")
-    module.SummaryWriter = FakeSummaryWriter
-    monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    monkeypatch.setattr(metrics, "tensorboard_available", lambda: True)
-    with MetricsWriter(tmp_path, resume_step=4) as writer:
-        writer.write("run", 4, event="resume", parameters=10)
-        assert FakeSummaryWriter.instances == []
-        writer.write("train", 5, loss=jnp.float32(1.5), layers={"x": [1.0]}, name="a")
-        writer.write("eval", 5, bits_per_byte=float("inf"), ok=True)
-    (board,) = FakeSummaryWriter.instances
-    assert board.directory == str(tmp_path / "tensorboard")
-    assert board.purge_step == 5
-    assert board.scalars == [
-        ("train/loss", 1.5, 5),
-        ("eval/bits_per_byte", math.inf, 5),
-        "closed",
-    ]
-
-
-def test_without_tensorboard_nothing_is_mirrored(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    monkeypatch.setattr(metrics, "tensorboard_available", lambda: False)
-    write_steps(tmp_path, [1])
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_the_real_tensorboard_writer_accepts_our_calls(tmp_path):
-    pytest.importorskip("tensorboardX")
-    assert metrics.tensorboard_available()
-    write_steps(tmp_path, [1, 2])
-    (event_file,) = (tmp_path / "tensorboard").iterdir()
-    assert b"train/loss" in event_file.read_bytes()

@@ -11,9 +11,10 @@ import pytest
 from matplotlib.image import imread
 
 from kimi_jax.errors import UserError
-from kimi_jax.monitor import plots
+from kimi_jax.monitor import plots, sections
 from kimi_jax.monitor.metrics import MetricsWriter, read_metrics
-from kimi_jax.monitor.report import build_report, layer_series, load_run, summarise
+from kimi_jax.monitor.report import build_report, draw, summarise
+from kimi_jax.monitor.runs import layer_series, load_run
 
 STEPS, LAYERS, MOE_LAYERS, SOURCES = 120, 8, 7, 5
 UNIGRAM = 4.7712
@@ -38,6 +39,40 @@ def layer_metrics(step: int, rng: np.random.Generator) -> dict:
         "residual/weights": weights,
         "residual/entropy": entropy,
     }
+
+
+def speed(step: int) -> dict:
+    return {
+        "flops_per_second": 2.5e12,
+        "mfu": 0.41,
+        "data_wait_share": 0.01,
+        "productive_seconds": 0.45e-6 * step,
+        "productive_share": 0.9,
+        "groups": {
+            "gradient_rms/kda": 1e-3 / step,
+            "gradient_rms/router": 1e-4 / step,
+            "qk_clip/max_logit": 30.0 + step,
+        },
+    }
+
+
+def evaluation(bits: float) -> dict:
+    loss = bits * math.log(2)
+
+    def at(length: int, **more) -> dict:
+        upto = [2**k for k in range(int(math.log2(length)) + 1)]
+        return {
+            "loss": loss,
+            "bits_per_byte": bits,
+            "tokens": 10 * length,
+            "position_loss": {str(n): loss + 1 / n for n in upto},
+            "position_tokens": {str(n): n for n in upto},
+            **more,
+        }
+
+    beyond = {"beyond_loss": 1.25, "beyond_bits_per_byte": 1.8, "beyond_tokens": 77}
+    lengths = {"256": at(256), "1024": at(1024, **beyond)}
+    return {"bits_per_byte": bits, "loss": loss, "seconds": 2.0, "lengths": lengths}
 
 
 def write_run(workdir, layers=layer_metrics, evaluate=True, finish=True) -> None:
@@ -72,10 +107,12 @@ def write_run(workdir, layers=layer_metrics, evaluate=True, finish=True) -> None
                 tokens_per_second=9000 + 600 * rng.standard_normal(),
                 step_seconds=0.45,
                 layers=layers(step, rng) if layers else {},
+                **(speed(step) if layers else {}),
             )
             if evaluate and step % 20 == 0:
                 bits = 2.5 + 5.6 * math.exp(-step / 18)
-                writer.write("eval", step, bits_per_byte=bits, loss=bits * math.log(2))
+                writer.write("eval", step, **evaluation(bits))
+                writer.write("checkpoint", step, seconds=3, blocking_seconds=0.5)
         if finish:
             writer.write("run", STEPS, event="end")
 
@@ -119,7 +156,8 @@ def test_report_begins_with_the_numbers_and_holds_every_section(workdir):
     assert head[0] == "# quickstart"
     assert f"{summary['validation_bits_per_byte']:.4f} bits per byte" in head[2]
     assert f"{UNIGRAM:.4f}" in head[2]
-    for heading in ("Loss", "Optimizer", "Routing", "Attention residuals", "Sample"):
+    headings = ["Loss", "Optimizer", "Loss by position", "Speed", "Components"]
+    for heading in (*headings, "Routing", "Attention residuals", "Sample"):
         assert f"\n## {heading}\n" in text
     assert "python -m experiments.train --config=configs/quickstart.py" in text
     assert "| `model.num_layers` | `8` |" in text
@@ -131,6 +169,33 @@ def test_report_begins_with_the_numbers_and_holds_every_section(workdir):
         assert f"\n| {layer} | {violation:.3f} |" in text
 
 
+def test_speed_time_and_positions_are_in_the_report(workdir):
+    summary = json.loads((workdir / "summary.json").read_text())
+    text = (workdir / "report.md").read_text()
+    run = load_run(workdir)
+    assert summary["mfu"] == 0.41 and summary["flops_per_second"] == 2.5e12
+    assert summary["data_wait_share"] == pytest.approx(0.01)
+    assert summary["checkpoint_seconds"] == 0.5
+    steps = 0.45e-6 * STEPS
+    assert summary["productive_share"] == pytest.approx(steps / run.elapsed)
+    assert "| model FLOP utilisation, median | 41.0% |" in text
+    bits = summary["validation_bits_per_byte"]
+    loss = summary["validation_loss"]
+    assert (
+        f"| 1,024 | {loss:.4f} | {bits:.4f} | 1.2500 | 1.8000 | 10,240 | 77 |" in text
+    )
+    assert f"| 256 | {loss:.4f} | {bits:.4f} | - | - | 2,560 | 0 |" in text
+    figures = draw(run)
+    assert [axis.get_title(loc="left") for axis in figures["groups"].axes] == [
+        "gradient_rms",
+        "qk_clip/max_logit",
+    ]
+    (axis,) = figures["positions"].axes
+    short, long, _ = axis.get_lines()
+    assert list(short.get_xdata()) == [2.0**k for k in range(9)]
+    assert long.get_ydata()[-1] == pytest.approx(loss + 1 / 1024)
+
+
 def test_every_linked_plot_is_a_picture(workdir):
     text = (workdir / "report.md").read_text()
     links = [
@@ -138,7 +203,16 @@ def test_every_linked_plot_is_a_picture(workdir):
     ]
     assert links == [
         f"plots/{name}.png"
-        for name in ("loss", "optimizer", "routing", "residual_map", "residual_entropy")
+        for name in (
+            "loss",
+            "optimizer",
+            "positions",
+            "speed",
+            "groups",
+            "routing",
+            "residual_map",
+            "residual_entropy",
+        )
     ]
     for link in links:
         image = imread(workdir / link)[..., :3]
@@ -166,6 +240,7 @@ def test_a_dense_model_without_evaluation_has_fewer_sections(tmp_path):
     assert sorted(path.stem for path in (tmp_path / "plots").iterdir()) == [
         "loss",
         "optimizer",
+        "speed",
     ]
     assert "**Validation - bits per byte**" in text
     assert "not finished" in text
@@ -209,9 +284,17 @@ def test_seconds_leave_out_the_time_between_sessions(tmp_path):
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for kind, step, time, event in events:
             record = {"kind": kind, "step": step, "time": time, "event": event}
+            if kind == "train":
+                record["productive_seconds"] = 4.0 * step
             file.write(json.dumps(record) + "\n")
+        file.write('{"kind":"eval","step":3,"time":1010,"seconds":2}\n')
+        saved = '"seconds":3,"blocking_seconds":0.5'
+        file.write(f'{{"kind":"checkpoint","step":3,"time":1011,{saved}}}\n')
     run = load_run(tmp_path)
-    assert run.seconds == 14 + 7
+    assert run.seconds == 14 + 11 and run.elapsed == 1011
+    use = dict(sections.time_use(run))
+    assert list(use.values()) == [12, 2, 0.5, 25 - 14.5, 1011 - 25]
+    assert summarise(run)["productive_share"] == pytest.approx(12 / 1011)
     assert run.resumed_at == [2]
     assert summarise(run)["step"] == 3
     assert layer_series(run, "moe/max_violation") is None

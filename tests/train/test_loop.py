@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from kimi_jax import flops
 from kimi_jax.data import loader
 from kimi_jax.errors import UserError
 from kimi_jax.monitor.metrics import read_metrics
@@ -105,6 +106,37 @@ def test_interrupted_run_resumes_to_the_same_bits(run, monkeypatch):
         stored(parts)["params/embedding/embed"],
         want["params/embedding/embed"],
     )
+
+
+@pytest.mark.slow
+def test_what_a_run_says_about_itself(run):
+    watched = ("train.eval_length_multiples=1,2", "monitor.profile=2:4")
+    workdir = run("run", *watched, "train.log_every=2")
+    records = read_metrics(workdir / "metrics.jsonl")
+    kinds = {(r["kind"], r["step"]) for r in records}
+    assert kinds == {
+        ("run", 0),
+        *((kind, step) for step in (2, 4) for kind in ("train", "eval", "checkpoint")),
+        ("run", 4),
+    }
+    train = [r for r in records if r["kind"] == "train"]
+    seconds = [r["productive_seconds"] for r in train]
+    assert seconds == pytest.approx(np.cumsum([2 * r["step_seconds"] for r in train]))
+    cfg = tiny.make(*SMALL)
+    for record in train:
+        rate = record["flops_per_second"] * record["step_seconds"]
+        assert rate == pytest.approx(flops.step_flops(cfg))
+        assert 0 <= record["data_wait_share"] <= 1 and "mfu" not in record
+        elapsed = record["time"] - records[0]["time"]
+        share = record["productive_seconds"] / elapsed
+        assert record["productive_share"] == pytest.approx(share, rel=0.05)
+    (evaluation, _) = [r for r in records if r["kind"] == "eval"]
+    assert list(evaluation["lengths"]) == ["32", "64"]
+    assert evaluation["lengths"]["64"]["beyond_tokens"] > 0
+    assert list((workdir / "profile").rglob("*.xplane.pb"))
+    assert list((workdir / "profile").rglob("perfetto_trace.json.gz"))
+    text = (workdir / "report.md").read_text()
+    assert "## Loss by position" in text and "## Speed" in text
 
 
 def test_a_workdir_belongs_to_one_run(run, tmp_path):
