@@ -17,6 +17,7 @@ def base() -> ConfigDict:
             "train": train(),
             "sample": {"prompt": "KING", "num_tokens": 200, "temperature": 0.8},
             "mesh": {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1},
+            "cluster": cluster(),
             "monitor": {"profile": "", "prometheus_port": None},
         }
     )
@@ -159,6 +160,15 @@ def train() -> dict:
         "checkpoint_every": 100,
         "checkpoint_keep": 2,
         "checkpoint_keep_every": None,
+    }
+
+
+def cluster() -> dict:
+    return {
+        "coordinator": None,
+        "processes": None,
+        "process": None,
+        "timeout": 1800,  # hosts of a large pod come up minutes apart
     }
 
 

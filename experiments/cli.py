@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from absl import app, flags, logging
 
+from configs import common
 from kimi_jax import config_io
 from kimi_jax.config import Config
 from kimi_jax.errors import UserError
@@ -27,21 +28,24 @@ def run(
     *,
     config: bool = False,
     workdir: bool = False,
+    optional: bool = False,
 ) -> None:
     """Parse the command line and call `main` with the overrides; exits with its code.
 
     Args:
       config: the command takes --config.
       workdir: the command takes --workdir.
+      optional: these flags may be left out.
     """
     if config:
         flags.DEFINE_string(
             "config", None, "experiment file, configs/FILE.py or configs/FILE.py:arg"
         )
-        flags.mark_flag_as_required("config")
     if workdir:
         flags.DEFINE_string("workdir", None, "folder of the run")
-        flags.mark_flag_as_required("workdir")
+    if not optional:
+        required = {"config": config, "workdir": workdir}
+        flags.mark_flags_as_required([name for name in required if required[name]])
     argv, overrides = split_overrides(sys.argv)
     # Libraries log every checkpoint and device; a run prints its own lines.
     logging.set_verbosity(logging.WARNING)
@@ -67,7 +71,12 @@ def run(
 
 
 def load_config(overrides: Sequence[str]) -> Config:
-    """The checked config that `--config` and the overrides describe."""
+    """The checked config that `--config` and the overrides describe.
+
+    Where `--config` may be left out, and is, the values are those of configs/common.py.
+    """
+    if flags.FLAGS.config is None:
+        return config_io.from_dict(common.base(), overrides)
     path, _, argument = flags.FLAGS.config.partition(":")
     file = pathlib.Path(path)
     if not file.is_file():

@@ -1,25 +1,63 @@
-"""Look at an experiment before running it: python -m experiments.doctor --config=...
+"""Look before running: python -m experiments.doctor [--config=...] [--workdir=...]
 
-Checks the config, prints the parameters and the FLOPs by part, how the layers fold into
-scans, and how the optimizer updates each parameter. Allocates nothing, so it answers
-for K3 on a laptop.
+The machine: versions, limits, disk, devices, a round trip over all of them, kernels.
+With --config first the experiment: the parameters and the FLOPs by part, how the layers
+fold into scans, and how the optimizer updates each parameter; nothing of it is
+allocated, so it answers for K3 on a laptop. Exits with 1 if a run would fail.
 """
 
+import os
+import pathlib
+from collections.abc import Sequence
+
 import jax
+from absl import flags
 from rich.console import Console
 
 from experiments import cli
-from kimi_jax import accounting, canonical, layout
+from kimi_jax import accounting, canonical, distributed, layout
 from kimi_jax.config import Config, Model
 from kimi_jax.modules import transformer
+from kimi_jax.monitor import machine
 from kimi_jax.monitor.console import print_first_screen
 from kimi_jax.train import optimizer
 from kimi_jax.train.first_screen import flops_rows, layer_row, parameter_rows
 
 
-def main(overrides: list[str]) -> None:
-    config = cli.load_config(overrides)
-    console, model, length = Console(), config.model, config.train.seq_len
+def main(overrides: list[str]) -> int:
+    config, console = cli.load_config(overrides), Console()
+    place = distributed.start(config.cluster)
+    # Of several processes one prints the tables, and each its problems.
+    tables = Console(quiet=place is not None and place.process > 0)
+    if flags.FLAGS.config:
+        _print_experiment(tables, config)
+    found = machine.software()
+    _print_findings(tables, "software", found)
+    found += (part := machine.limits(pathlib.Path(flags.FLAGS.workdir or ".")))
+    _print_findings(tables, "limits", part)
+    part, devices = machine.devices(os.environ)
+    if devices:
+        part.append(machine.round_trip(devices))
+        part += machine.kernels(jax.default_backend())
+    _print_findings(tables, "devices", part)
+    found += part
+    who = f"process {place.process}: " if place else ""
+    for finding in filter(lambda finding: finding.fix, found):
+        word = "broken" if finding.broken else "advice"
+        text = f"{who}{word}: {finding.name}: {finding.value}: {finding.fix}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return int(any(finding.broken for finding in found))
+
+
+def _print_findings(
+    console: Console, title: str, found: Sequence[machine.Finding]
+) -> None:
+    rows = [(finding.name, finding.value) for finding in found]
+    print_first_screen(console, [(title, rows)])
+
+
+def _print_experiment(console: Console, config: Config) -> None:
+    model, length = config.model, config.train.seq_len
     print_first_screen(
         console,
         [
@@ -32,7 +70,7 @@ def main(overrides: list[str]) -> None:
     parts = accounting.parameter_parts(model)
     total = sum(part.total for part in parts)
     active = sum(part.active for part in parts)
-    console.print(f"{total / 1e9:,.2f} B parameters, {active / 1e9:,.2f} B active")
+    console.print(f"{total / 1e9:,.2f} B parameters, {active / 1e9:,.2f} B active\n")
 
 
 def optimizer_rows(config: Config) -> list[tuple[str, str, str, str]]:
@@ -58,4 +96,4 @@ def scan_rows(model: Model) -> list[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    cli.run(main, config=True)
+    cli.run(main, config=True, workdir=True, optional=True)

@@ -227,6 +227,16 @@ class Mesh:
 
 
 @dataclasses.dataclass(frozen=True)
+class Cluster:
+    """How the processes of one run find each other. None: as the launcher says."""
+
+    coordinator: str | None  # HOST:PORT of process 0, the same in every process
+    processes: int | None  # 1: work alone, whatever the launcher says
+    process: int | None  # the number of this one, from 0
+    timeout: int  # seconds to wait for all of them at the start
+
+
+@dataclasses.dataclass(frozen=True)
 class Monitor:
     """How a run is watched; changes none of its numbers."""
 
@@ -243,6 +253,7 @@ class Config:
     train: Train
     sample: Sample
     mesh: Mesh
+    cluster: Cluster
     monitor: Monitor
 
 

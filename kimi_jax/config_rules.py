@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from kimi_jax.config import (
     Balancing,
+    Cluster,
     Config,
     Data,
     Model,
@@ -33,6 +34,7 @@ def check(config: Config) -> list[str]:
     problems += _optimizer(config.optimizer, kinds)
     problems += _data(config)
     problems += _mixtures(config.data)
+    problems += _cluster(config.cluster)
     problems += _monitor(config)
     return problems
 
@@ -344,4 +346,24 @@ def _mixture(
             yield (
                 f"{where}[{i}]={row}: the weights sum to zero; give one of them a "
                 "positive weight"
+            )
+
+
+def _cluster(cluster: Cluster) -> Iterator[str]:
+    where = "config.cluster"
+    for name, least in (("processes", 1), ("process", 0), ("timeout", 1)):
+        value = getattr(cluster, name)
+        if value is not None and value < least:
+            yield f"{where}.{name}={value}: must be at least {least}"
+    if cluster.processes and cluster.process and cluster.process >= cluster.processes:
+        yield (
+            f"{where}.process={cluster.process}: processes count from 0 to "
+            f"{cluster.processes - 1}, as config.cluster.processes={cluster.processes}"
+        )
+    if cluster.coordinator is not None:
+        host, _, port = cluster.coordinator.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            yield (
+                f"{where}.coordinator={cluster.coordinator!r}: write HOST:PORT of "
+                "process 0, such as 10.0.0.1:8476"
             )

@@ -74,6 +74,11 @@ def test_all_problems_are_reported_at_once():
         ("optimizer.schedule=linear", "'wsd'"),
         ("optimizer.decay_shape=cosine", "'one_minus_sqrt'"),
         ("optimizer.decay_fraction=0", "must be in (0, 1]"),
+        ("cluster.coordinator=10.0.0.1", "write HOST:PORT of process 0"),
+        ("cluster.coordinator=host:66000", "write HOST:PORT of process 0"),
+        ("cluster.processes=0", "must be at least 1"),
+        ("cluster.process=-1", "must be at least 0"),
+        ("cluster.timeout=0", "must be at least 1"),
         ("train.eval_length_multiples=4", "must begin with 1"),
         ("train.eval_length_multiples=1,4,2", "and increase, such as (1, 4)"),
         ("train.eval_length_multiples=()", "must begin with 1"),
@@ -100,6 +105,13 @@ def test_rules_across_fields_of_the_optimizer():
     (found,) = problems("optimizer.schedule=wsd", *late)
     assert "use at most 0.5" in found
     assert tiny.make(*late).optimizer.schedule == "cosine"
+
+
+def test_the_number_of_a_process_is_below_their_count():
+    (found,) = problems("cluster.processes=2", "cluster.process=2")
+    assert "config.cluster.process=2: processes count from 0 to 1" in found
+    cluster = tiny.make("cluster.process=1", "cluster.coordinator=[::1]:80").cluster
+    assert (cluster.processes, cluster.process) == (None, 1)
 
 
 def test_traps_of_config_dicts():

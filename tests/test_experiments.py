@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from experiments import cli
@@ -46,6 +47,7 @@ def test_doctor_counts_k3_without_allocating_it():
     done = command("experiments.doctor", "--config=configs/k3.py")
     assert done.returncode == 0, done.stderr
     assert "2,779.48 B parameters, 104.19 B active" in done.stdout
+    assert "round trip" in done.stdout
     assert "93 layers: 69 kda, 1 mlp, 92 moe, 24 mla" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines()]
     query = "layer_*/attention/kda/q muon 96 x [7168, 128] 0.1"
@@ -93,7 +95,6 @@ def test_tokenize_prints_what_it_made_and_makes_it_once(tmp_path):
     [
         (("--config=configs/k4.py",), "no such file; there are configs/"),
         (("--config=configs/k3_dial.py:width=3",), "depth=NUMBER"),
-        ((), "--config"),
     ],
 )
 def test_a_config_that_cannot_be_loaded(arguments, words):
@@ -101,6 +102,24 @@ def test_a_config_that_cannot_be_loaded(arguments, words):
     assert done.returncode != 0
     assert words in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_flags_that_a_run_needs():
+    done = command("experiments.train")
+    assert done.returncode == 1 and "--config" in done.stderr
+    assert "--workdir" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_doctor_examines_the_machine_without_a_config(tmp_path):
+    done = command("experiments.doctor", f"--workdir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert f"jax {jax.__version__}" in rows
+    assert any(f"free at {tmp_path / 'run'}" in row for row in rows)
+    assert any(row.startswith("round trip over 1 devices in") for row in rows)
+    assert any(row.startswith("kda kernel xla: ") for row in rows)
+    assert "broken" not in done.stdout and "parameters" not in done.stdout
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

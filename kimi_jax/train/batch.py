@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kimi_jax import config
 from kimi_jax.data import loader
+from kimi_jax.errors import UserError
 
 
 class Batch(NamedTuple):
@@ -20,10 +25,71 @@ class Batch(NamedTuple):
     weights_BT: jax.Array
 
 
-def on_mesh(host: loader.Batch, rows: jax.sharding.NamedSharding) -> Batch:
-    """`host` with its rows split over the mesh."""
+class Share(NamedTuple):
+    """Reader `reader` of `readers` equal ones: what `loader.Reader` takes."""
+
+    reader: int
+    readers: int
+
+
+WHOLE = Share(0, 1)
+
+
+def share_of_rows(rows: jax.sharding.NamedSharding, batch_size: int) -> Share:
+    """The rows of a [B, T] batch that the devices of this process hold.
+
+    Processes whose devices hold the same rows get the same share.
+
+    Args:
+      rows: how batches lie on the mesh; B over any of its axes, T over others or none.
+      batch_size: B.
+
+    Raises:
+      UserError: the rows cannot be split, or are no equal, contiguous share.
+    """
+    return share_of_slices(_local_rows(rows, batch_size), batch_size)
+
+
+def share_of_slices(held: Iterable[slice], batch_size: int) -> Share:
+    """`share_of_rows`, given the rows of each device."""
+    spans = sorted({span.indices(batch_size)[:2] for span in held})
+    start, stop = spans[0][0], spans[-1][1]
+    for (_, end), (begin, _) in itertools.pairwise(spans):
+        if end != begin:
+            raise UserError(
+                f"the devices of process {jax.process_index()} hold rows that are "
+                f"apart: {_show(spans)} of {batch_size}; order the mesh so that the "
+                "axes that split rows change slowest from device to device, or start "
+                "one process for each device"
+            )
+    size = stop - start
+    if batch_size % size or start % size:
+        raise UserError(
+            f"the devices of process {jax.process_index()} hold rows {start} to "
+            f"{stop - 1} of {batch_size}, which is no equal share; give every process "
+            "the same number of devices, or set the axes of config.mesh that split "
+            "rows to multiples of the number of processes"
+        )
+    return Share(start // size, batch_size // size)
+
+
+def on_mesh(
+    host: loader.Batch, rows: jax.sharding.NamedSharding, share: Share = WHOLE
+) -> Batch:
+    """`host`, which holds `share` of the rows, as one array over the whole mesh."""
+
+    def place(x_BT: np.ndarray) -> jax.Array:
+        first = len(x_BT) * share.reader
+        shape = (len(x_BT) * share.readers, *x_BT.shape[1:])
+
+        def part(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(shape[0])
+            return x_BT[(slice(start - first, stop - first), *index[1:])]
+
+        return jax.make_array_from_callback(shape, rows, part)
+
     names = ("tokens", "targets", "segment_ids", "weights")
-    return Batch(*(jax.device_put(host[name], rows) for name in names))
+    return Batch(*(place(host[name]) for name in names))
 
 
 def batch_shape(train: config.Train, rows: jax.sharding.NamedSharding) -> Batch:
@@ -32,3 +98,28 @@ def batch_shape(train: config.Train, rows: jax.sharding.NamedSharding) -> Batch:
     dtypes = (jnp.int32, jnp.int32, jnp.int32, jnp.float32)
     leaves = [jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in dtypes]
     return Batch(*leaves)  # type: ignore[arg-type]
+
+
+def _local_rows(rows: jax.sharding.NamedSharding, batch_size: int) -> list[slice]:
+    parts = rows.spec[1] if len(rows.spec) > 1 else None
+    axes = (parts,) if isinstance(parts, str) else tuple(parts or ())
+    # As short as the split of time allows; only the rows are of interest.
+    length = math.prod(rows.mesh.shape[axis] for axis in axes)
+    try:
+        held = rows.addressable_devices_indices_map((batch_size, length))
+    except ValueError as error:
+        raise UserError(
+            f"config.train.batch_size={batch_size}: the rows cannot be split over the "
+            f"mesh {dict(rows.mesh.shape)} as {rows.spec}; make it a multiple of the "
+            "axes that split rows"
+        ) from error
+    if not held:
+        raise UserError(
+            f"no device of process {jax.process_index()} is in the mesh; set an axis "
+            "of config.mesh to -1, so that it takes all devices"
+        )
+    return [index[0] for index in held.values() if index]
+
+
+def _show(spans: list[tuple[int, int]]) -> str:
+    return ", ".join(f"{start} to {stop - 1}" for start, stop in spans)

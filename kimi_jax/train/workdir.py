@@ -26,6 +26,7 @@ _FREE = (
     "name",
     "sample.",
     "mesh.",
+    "cluster",
     "train.remat",
     "train.log_every",
     "train.eval_",
