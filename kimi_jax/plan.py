@@ -171,7 +171,7 @@ def advice(cfg: Config, plan: Plan) -> list[str]:
     if memory.arguments > limit / 2:
         axis = "expert" if _most(plan) == "routed experts" else "fsdp"
         found.append(
-            f"parameters and optimizer take {_gib(memory.arguments)}: raise "
+            f"parameters and optimizer take {_size(memory.arguments)}: raise "
             f"--config.mesh.{axis} above {mesh[axis]}, or use a larger slice"
         )
         if cfg.optimizer.momentum_dtype == "float32":
@@ -192,34 +192,39 @@ def _most(plan: Plan) -> str:
     return max(plan.shares, key=lambda share: share.parameters + share.optimizer).name
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB"
+def _size(size: float) -> str:
+    unit = "KiB" if size < 2**20 else "MiB" if size < 2**30 else "GiB"
+    return f"{size / {'KiB': 2**10, 'MiB': 2**20, 'GiB': 2**30}[unit]:,.1f} {unit}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def rows(cfg: Config, plan: Plan) -> list[tuple[str, list[tuple[Any, ...]]]]:
     """The plan as titled tables."""
     memory = plan.memory
     kept: list[tuple[Any, ...]] = [("part", "parameters", "optimizer")]
-    kept += [(s.name, _gib(s.parameters), _gib(s.optimizer)) for s in plan.shares]
+    kept += [(s.name, _size(s.parameters), _size(s.optimizer)) for s in plan.shares]
     kept.append(
         (
             "all",
-            _gib(sum(s.parameters for s in plan.shares)),
-            _gib(sum(s.optimizer for s in plan.shares)),
+            _size(sum(s.parameters for s in plan.shares)),
+            _size(sum(s.optimizer for s in plan.shares)),
         )
     )
     fits = {None: "limit unknown", True: "fits", False: "DOES NOT FIT"}[memory.fits]
-    limit = "" if memory.limit is None else f" of {_gib(memory.limit)}"
+    limit = "" if memory.limit is None else f" of {_size(memory.limit)}"
     used = [
-        ("state and batch", _gib(memory.arguments)),
-        ("temporaries", _gib(memory.temporaries)),
-        ("program", _gib(memory.program)),
-        ("all", f"{_gib(memory.used)}{limit}: {fits}"),
-        ("offloaded to the host", _gib(memory.offloaded)),
+        ("state and batch", _size(memory.arguments)),
+        ("temporaries", _size(memory.temporaries)),
+        ("program", _size(memory.program)),
+        ("all", f"{_size(memory.used)}{limit}: {fits}"),
+        ("offloaded to the host", _size(memory.offloaded)),
     ]
     sent: list[tuple[Any, ...]] = [("kind", "times a step", "sent by a device")]
     sent += [
-        (kind, _times(t), _gib(t.sent_bytes)) for kind, t in plan.collectives.items()
+        (kind, _times(t), _size(t.sent_bytes)) for kind, t in plan.collectives.items()
     ]
     return [
         ("kept on a device between steps", kept),
@@ -245,12 +250,12 @@ def _time_rows(cfg: Config, plan: Plan) -> list[tuple[str, str]]:
         return found
     return [
         *found,
-        ("arithmetic, at least", f"{line.arithmetic:.3f} s"),
-        ("memory, at least", f"{line.memory:.3f} s"),
-        ("links, at least", f"{line.links:.3f} s"),
+        ("arithmetic, at least", _seconds(line.arithmetic)),
+        ("memory, at least", _seconds(line.memory)),
+        ("links, at least", _seconds(line.links)),
         (
             "a step, at least",
-            f"{line.seconds:.3f} s, bound by {line.bound}; "
+            f"{_seconds(line.seconds)}, bound by {line.bound}; "
             f"{plan.utilisation:.0%} of peak, {tokens / line.seconds:,.0f} tokens/s",
         ),
     ]

@@ -3,7 +3,7 @@
     data      splits rows of the batch; parameters are copied
     fsdp      splits rows of the batch, and the widths of parameters
     expert    splits rows of the batch, and the experts
-    context   splits the time axis
+    context   splits the time axis, and the experts further
     tensor    splits heads, hidden widths and the vocabulary
 
 Parameters are plain arrays. `PARAMETERS` gives each a logical name for every axis, and
@@ -29,6 +29,7 @@ from kimi_jax.errors import UserError
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 ROWS = ("data", "fsdp", "expert")
 TOKENS = (*ROWS, "context")
+EXPERTS = ("expert", "context")
 
 # Logical axis -> mesh axes. What is not named here is whole on every device.
 PLACES: dict[str, str | tuple[str, ...]] = {
@@ -39,7 +40,7 @@ PLACES: dict[str, str | tuple[str, ...]] = {
     "heads": "tensor",
     "hidden": "tensor",
     "vocab": "tensor",
-    "experts": "expert",
+    "experts": EXPERTS,  # tokens differ along both
 }
 
 Axes = tuple[str | None, ...]
@@ -70,6 +71,7 @@ PARAMETERS: dict[str, Axes] = {
     **dict.fromkeys(("norm", "o_norm", "latent_norm", "gain", "query"), _VECTOR),
     **dict.fromkeys(("q_a_norm", "kv_a_norm", "bias"), _VECTOR),
     "weight": (),
+    "ns_coeffs": (None, None),  # a constant that optax keeps in the state of Muon
 }
 
 
@@ -158,7 +160,7 @@ def _split_sizes(cfg: config.Config) -> list[tuple[str, int, tuple[str, ...]]]:
         moe = model.moe
         latent = moe.latent_width or model.width
         sizes += [
-            ("model.moe.num_experts", moe.num_experts, ("expert",)),
+            ("model.moe.num_experts", moe.num_experts, EXPERTS),
             ("model.moe.expert_width", moe.expert_width, ("tensor",)),
             ("model.moe.latent_width", latent, ("fsdp",)),
         ]

@@ -52,7 +52,8 @@ class Options(NamedTuple):
     Attributes:
       method: 'local', 'capacity' or 'ragged' (see the file docstring). On one device of
         the expert axis nothing travels, whatever the method.
-      expert_axis: mesh axis that experts are split over, or None.
+      expert_axis: mesh axis that experts are split over, or several, the first of them
+        slowest; or None.
       tensor_axis: mesh axis that the hidden width is split over, or None.
       capacity_factor: room over an even load, at least 1; see docs/expert_parallel.md
         for the loads behind 1.25.
@@ -64,7 +65,7 @@ class Options(NamedTuple):
     """
 
     method: str = "local"
-    expert_axis: str | None = None
+    expert_axis: str | tuple[str, ...] | None = None
     tensor_axis: str | None = None
     capacity_factor: float = 1.25
     implementation: str | None = None
@@ -118,7 +119,7 @@ def dispatch(
     matrices = w_gate_ELF, w_up_ELF, w_down_EFL
     check(x_NL, experts_NA, weights_NA, *matrices)
     _check_options(options)
-    axes = {options.expert_axis, options.tensor_axis} - {None}
+    axes = _names(options.expert_axis) | _names(options.tensor_axis)
     # One cast for each token, here: casts further in would make the gradient add up
     # rows over the tensor axis, A * factor times as many.
     floats = x_NL, weights_NA
@@ -237,7 +238,11 @@ def _platform(options: Options) -> str:
     return options.platform or jax.default_backend()
 
 
-def _size(axis: str | None) -> int:
+def _names(axis: str | tuple[str, ...] | None) -> set[str]:
+    return {axis} if isinstance(axis, str) else set(axis or ())
+
+
+def _size(axis: str | tuple[str, ...] | None) -> int:
     return 1 if axis is None else jax.lax.axis_size(axis)
 
 

@@ -63,7 +63,7 @@ def exchange(
     trip: Trip,
     rows_sent: int,
     rows_received: int,
-    axis: str,
+    axis: str | tuple[str, ...],
     implementation: str,
 ) -> jax.Array:
     """The rows that a trip brings to this device; rows that nothing arrives in are 0.
@@ -75,7 +75,7 @@ def exchange(
       trip: who sends what to whom.
       rows_sent: P, length of every sender's buffer.
       rows_received: length of every receiver's buffer.
-      axis: name of the mesh axis.
+      axis: name of the mesh axis, or of several, the first of them slowest.
       implementation: 'ragged_all_to_all' or 'all_gather'.
     """
     if x_PL.shape[0] != rows_sent:
