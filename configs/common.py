@@ -15,6 +15,7 @@ def base() -> ConfigDict:
             "data": data(),
             "optimizer": optimizer(),
             "train": train(),
+            "alerts": alerts(),
             "sample": {"prompt": "KING", "num_tokens": 200, "temperature": 0.8},
             "mesh": {"data": 1},
         }
@@ -156,6 +157,21 @@ def train() -> dict:
         "eval_batches": 8,
         "checkpoint_every": 100,
         "checkpoint_keep": 2,
+        "on_nonfinite": "stop",
+        "max_skips": 3,
+    }
+
+
+def alerts() -> dict:
+    return {
+        "load_entropy": 0.7,
+        "dead_steps": 200,
+        "bias_update": 0.5,
+        "loss_spike": 1.0,
+        "throughput_drop": 0.5,
+        "data_wait": 0.5,
+        "window": 20,
+        "stop": (),
     }
 
 

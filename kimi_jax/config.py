@@ -200,6 +200,24 @@ class Train:
     eval_batches: int
     checkpoint_every: int
     checkpoint_keep: int
+    # What follows a step whose loss, gradient or update is not finite, which is never
+    # applied. "skip" goes on with the next batch.
+    on_nonfinite: Literal["stop", "skip"]
+    max_skips: int  # skip: most such steps in a row; one more stops the run
+
+
+@dataclasses.dataclass(frozen=True)
+class Alerts:
+    """When a logged step is worth a warning (docs/health.md). None: never."""
+
+    load_entropy: float | None  # of the loads of a layer's experts, below this
+    dead_steps: int | None  # an expert without a token for this many steps in a row
+    bias_update: float | None  # of a router bias in one step, above this
+    loss_spike: float | None  # nats of one step above the running median
+    throughput_drop: float | None  # share of the running median that is lost
+    data_wait: float | None  # share of the time that the loop waits for data
+    window: int  # log records in the running medians
+    stop: tuple[str, ...]  # the alerts above that save and end the run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +241,7 @@ class Config:
     data: Data
     optimizer: Optimizer
     train: Train
+    alerts: Alerts
     sample: Sample
     mesh: Mesh
 

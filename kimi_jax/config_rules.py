@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 from kimi_jax.config import (
+    Alerts,
     Balancing,
     Config,
     Data,
@@ -18,6 +20,11 @@ from kimi_jax.config import (
 )
 
 _ATTENTION = ("kda", "mla", "gqa")
+_ALERTS = tuple(
+    field.name
+    for field in dataclasses.fields(Alerts)
+    if field.name not in ("window", "stop")
+)
 
 
 def check(config: Config) -> list[str]:
@@ -28,6 +35,7 @@ def check(config: Config) -> list[str]:
     kinds = _ATTENTION if pattern else attention_kinds(config.model)
     problems += _model(config.model, kinds)
     problems += _train(config.train)
+    problems += _alerts(config.alerts)
     problems += _optimizer(config.optimizer, kinds)
     problems += _data(config)
     problems += _mixtures(config.data)
@@ -69,8 +77,10 @@ def _positive(config: Config) -> Iterator[str]:
                 "eval_batches",
                 "checkpoint_every",
                 "checkpoint_keep",
+                "max_skips",
             ),
         ),
+        "alerts": (config.alerts, ("dead_steps",)),
     }
     for section, (values, names) in sizes.items():
         for name in names:
@@ -207,6 +217,27 @@ def _train(train: Train) -> Iterator[str]:
         )
     if train.z_loss < 0.0:
         yield f"config.train.z_loss={train.z_loss}: must not be negative"
+
+
+def _alerts(alerts: Alerts) -> Iterator[str]:
+    for name in ("load_entropy", "throughput_drop", "data_wait"):
+        share = getattr(alerts, name)
+        if share is not None and not 0.0 < share < 1.0:
+            yield f"config.alerts.{name}={share}: a share between 0 and 1, or none"
+    for name in ("bias_update", "loss_spike"):
+        limit = getattr(alerts, name)
+        if limit is not None and not limit > 0.0:
+            yield f"config.alerts.{name}={limit}: must be positive, or none"
+    if alerts.window < 5:
+        yield f"config.alerts.window={alerts.window}: a median needs at least 5 records"
+    for name in alerts.stop:
+        if name not in _ALERTS:
+            yield f"config.alerts.stop: {name!r} is not one of {list(_ALERTS)}"
+        elif getattr(alerts, name) is None:
+            yield (
+                f"config.alerts.stop: {name!r} is off, so it cannot stop the run; set "
+                f"config.alerts.{name} or take it out of stop"
+            )
 
 
 def _optimizer(optimizer: Optimizer, kinds: Sequence[str]) -> Iterator[str]:

@@ -72,6 +72,16 @@ def test_all_problems_are_reported_at_once():
         ("optimizer.schedule=linear", "'wsd'"),
         ("optimizer.decay_shape=cosine", "'one_minus_sqrt'"),
         ("optimizer.decay_fraction=0", "must be in (0, 1]"),
+        ("train.on_nonfinite=abort", "['stop', 'skip']"),
+        ("train.max_skips=0", "must be at least 1"),
+        ("alerts.load_entropy=1.0", "a share between 0 and 1, or none"),
+        ("alerts.throughput_drop=0", "a share between 0 and 1, or none"),
+        ("alerts.data_wait=2.0", "a share between 0 and 1, or none"),
+        ("alerts.bias_update=0", "must be positive, or none"),
+        ("alerts.loss_spike=-1", "must be positive, or none"),
+        ("alerts.dead_steps=0", "must be at least 1"),
+        ("alerts.window=4", "at least 5 records"),
+        ("alerts.stop=loss", "'loss' is not one of ['load_entropy', "),
         ("model", "no value"),
         ("model={}", "a section, not a value"),
         ("name.x=1", "a value, not a section"),
@@ -91,6 +101,14 @@ def test_rules_across_fields_of_the_optimizer():
     (found,) = problems("optimizer.schedule=wsd", *late)
     assert "use at most 0.5" in found
     assert tiny.make(*late).optimizer.schedule == "cosine"
+
+
+def test_an_alert_that_is_off_cannot_stop_a_run():
+    (found,) = problems("alerts.stop=data_wait", "alerts.data_wait=none")
+    assert "set config.alerts.data_wait or take it out" in found
+    stop = tiny.make("alerts.stop=loss_spike,dead_steps").alerts.stop
+    assert stop == ("loss_spike", "dead_steps")
+    assert tiny.make("alerts.stop=()").alerts.stop == ()
 
 
 def test_traps_of_config_dicts():

@@ -10,6 +10,7 @@ from flax import linen as nn
 
 from kimi_jax import config
 from kimi_jax.modules import parameters
+from kimi_jax.ops import decay
 from kimi_jax.ops.conv import short_conv
 from kimi_jax.ops.norms import gated_rms_norm
 from pallas_kernels.kda import kda
@@ -35,7 +36,8 @@ class KimiDeltaAttention(nn.Module):
             "btd,dh->bth", x_BTD, self._matrix("beta", (model.width, H))
         )
         a_log_H, dt_bias_HK, g_BTHK = self._decay(x_BTD)
-        o_BTHV, _ = kda(
+        lower_bound = cfg.gate_lower_bound if cfg.gate == "bounded" else None
+        o_BTHV, state_BHKV = kda(
             q_BTHK,
             k_BTHK,
             v_BTHV,
@@ -43,14 +45,26 @@ class KimiDeltaAttention(nn.Module):
             beta_BTH,
             A_log=a_log_H,
             dt_bias=dt_bias_HK.reshape(H * K),
-            lower_bound=cfg.gate_lower_bound if cfg.gate == "bounded" else None,
+            lower_bound=lower_bound,
             segment_ids=segment_ids_BT,
+            output_final_state=parameters.observing(self),
             use_gate_in_kernel=True,
             use_qk_l2norm=True,
             use_beta_sigmoid=True,
             chunk_size=cfg.chunk_size,
             implementation=cfg.implementation,
         )
+        if state_BHKV is not None:
+            observed = decay.observe(
+                g_BTHK,
+                beta_BTH,
+                state_BHKV,
+                segment_ids_BT,
+                a_log_H=a_log_H,
+                dt_bias=dt_bias_HK.reshape(H * K),
+                lower_bound=lower_bound,
+            )
+            parameters.sow_stats(self, observed)
         o_BTHV = gated_rms_norm(
             o_BTHV,
             self._output_gate(x_BTD),

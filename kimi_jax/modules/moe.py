@@ -11,7 +11,13 @@ from kimi_jax.modules.mlp import MLP, activation
 from kimi_jax.ops import balancing
 from kimi_jax.ops.experts import experts
 from kimi_jax.ops.norms import rms_norm
-from kimi_jax.ops.routing import Routing, route_threshold, route_top_k, router_scores
+from kimi_jax.ops.routing import (
+    Routing,
+    dropped,
+    route_threshold,
+    route_top_k,
+    router_scores,
+)
 
 
 class LatentMoE(nn.Module):
@@ -34,7 +40,7 @@ class LatentMoE(nn.Module):
             z_NL = x_ND @ self._matrix("latent_down", (D, moe.latent_width))
         routing = self._route(x_ND if moe.router_input == "full" else z_NL, mask_N)
         L, E, F = z_NL.shape[-1], moe.num_experts, moe.expert_width
-        u_NL = experts(
+        u_NL, hidden_max = experts(
             z_NL,
             routing.experts_NA,
             routing.weights_NA,
@@ -43,7 +49,10 @@ class LatentMoE(nn.Module):
             self._matrix("experts_down", (E, F, L)),
             activation(self.model.ffn),
             implementation=moe.implementation,
+            with_max=True,
         )
+        if parameters.observing(self):
+            parameters.sow_stat(self, "hidden_max", hidden_max)
         if moe.latent_norm:
             gain_L = parameters.gain(self, "latent_norm", L)
             u_NL = rms_norm(u_NL, gain_L, self.model.norm_eps)
@@ -53,7 +62,8 @@ class LatentMoE(nn.Module):
         if moe.num_shared:
             # Equal widths and an elementwise activation make one MLP of all of them.
             hidden = moe.num_shared * moe.expert_width
-            y_BTD += MLP(self.model, hidden, name="shared")(x_BTD)
+            shared = MLP(self.model, hidden, name="shared")
+            y_BTD += shared(x_BTD, segment_ids_BT)
         return y_BTD
 
     def _route(self, r_ND: jax.Array, mask_N: jax.Array | None) -> Routing:
@@ -78,11 +88,12 @@ class LatentMoE(nn.Module):
                 scale=moe.routed_scaling,
                 mask_N=mask_N,
             )
-        observed = balancing.observe(
-            balance.method, routing, scores_NE, bias_E, bins=balance.bins
-        )
-        for name, value in observed.items():
-            parameters.sow_stat(self, name, value)
+        if parameters.observing(self):
+            observed = balancing.observe(
+                balance.method, routing, scores_NE, bias_E, bins=balance.bins
+            )
+            observed |= dropped(routing, moe.num_experts)
+            parameters.sow_stats(self, observed)
         return routing
 
     def _matrix(self, name: str, shape: tuple[int, ...]) -> jax.Array:

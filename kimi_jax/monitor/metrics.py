@@ -180,7 +180,7 @@ class MetricsWriter:
         """Append one record and return it as it was stored, with "time" added.
 
         Args:
-            kind: "train", "eval" or "run".
+            kind: "train", "eval", "alert" or "run".
             step: optimizer steps completed.
             **values: fields of the record, converted by `to_jsonable`.
 

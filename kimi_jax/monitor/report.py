@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from kimi_jax.errors import UserError
 from kimi_jax.monitor import metrics, plots
+from kimi_jax.monitor.report_alerts import alerts_section
 
 _SAMPLE_LIMIT = 4000
 # The last tenth of the log: single steps of MaxVio and loss are noisy.
@@ -47,6 +48,7 @@ class Run(NamedTuple):
     info: dict[str, Any]  # fields of all "run" records, later ones win
     train: dict[int, dict[str, Any]]  # step -> record
     eval: dict[int, dict[str, Any]]
+    alerts: list[dict[str, Any]]
     residual_weights: np.ndarray | None  # [sublayers, sources], at the last step
     finished: bool
     resumed_at: list[int]
@@ -85,6 +87,7 @@ def load_run(workdir: str | os.PathLike) -> Run:
     info: dict[str, Any] = {}
     train: dict[int, dict[str, Any]] = {}
     evaluations: dict[int, dict[str, Any]] = {}
+    alerts: list[dict[str, Any]] = []
     weights, finished, resumed_at, seconds, previous = None, False, [], 0.0, None
     for record in metrics.iter_metrics(path):
         kind, event = record["kind"], record.get("event")
@@ -94,6 +97,8 @@ def load_run(workdir: str | os.PathLike) -> Run:
             train[record["step"]] = record
         elif kind == "eval":
             evaluations[record["step"]] = record
+        elif kind == "alert":
+            alerts.append(record)
         elif kind == "run":
             info |= record
             finished = event == "end"
@@ -111,6 +116,7 @@ def load_run(workdir: str | os.PathLike) -> Run:
         info=info,
         train=train,
         eval=evaluations,
+        alerts=alerts,
         residual_weights=None if weights is None else np.asarray(weights, np.float64),
         finished=finished,
         resumed_at=resumed_at,
@@ -211,7 +217,7 @@ def draw(run: Run) -> dict[str, Figure]:
 
 def render(run: Run, summary: dict[str, Any], figures: Sequence[str]) -> str:
     """The Markdown of the report; `figures` names the plots that exist."""
-    parts = [_headline(summary)]
+    parts = [_headline(summary), alerts_section(run.alerts)]
     if "loss" in figures:
         parts.append("## Loss\n\n![Loss curve](plots/loss.png)")
     if "optimizer" in figures:

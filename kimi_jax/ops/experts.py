@@ -14,10 +14,12 @@ F hidden width, B blocks, R rows of a block, P = B * R rows in all, M = N * A sl
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from kimi_jax.ops.activations import largest
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -32,7 +34,8 @@ def experts(
     activation: Activation,
     *,
     implementation: str = "blocked",
-) -> jax.Array:
+    with_max: bool = False,
+) -> Any:
     """The weighted sum over each token's experts.
 
     Args:
@@ -44,9 +47,12 @@ def experts(
       w_down_EFL: as w_gate_ELF.
       activation: (gate, up) -> hidden, elementwise and finite at (0, 0).
       implementation: 'blocked' or 'dense' (see the file docstring).
+      with_max: also return the largest hidden magnitude.
 
     Returns:
-      y_NL in the dtype of x, summed in float32 (float64 for float64 inputs).
+      y_NL in the dtype of x, summed in float32 (float64 for float64 inputs);
+      with_max: (y_NL, the largest |hidden| of a used slot, a scalar in x's dtype
+      without gradient).
 
     Raises:
       ValueError: unknown implementation, or shapes that do not fit.
@@ -57,7 +63,14 @@ def experts(
             f"{', '.join(_IMPLEMENTATIONS)}"
         )
     return _IMPLEMENTATIONS[implementation](
-        x_NL, experts_NA, weights_NA, w_gate_ELF, w_up_ELF, w_down_EFL, activation
+        x_NL,
+        experts_NA,
+        weights_NA,
+        w_gate_ELF,
+        w_up_ELF,
+        w_down_EFL,
+        activation,
+        with_max=with_max,
     )
 
 
@@ -69,7 +82,9 @@ def dense_experts(
     w_up_ELF: jax.Array,
     w_down_EFL: jax.Array,
     activation: Activation,
-) -> jax.Array:
+    *,
+    with_max: bool = False,
+) -> Any:
     """`experts`, by running every expert on every token. The reference."""
     _check(x_NL, experts_NA, weights_NA, w_gate_ELF, w_up_ELF, w_down_EFL)
     dtype = _wide(x_NL)
@@ -80,7 +95,11 @@ def dense_experts(
     hidden_ENF = activation(gate_ENF, up_ENF).astype(x_NL.dtype)
     out_ENL = jnp.einsum("enf,efl->enl", hidden_ENF, w_down_EFL)
     y_NL = jnp.einsum("ne,enl->nl", weight_NE, out_ENL.astype(dtype))
-    return y_NL.astype(x_NL.dtype)
+    y_NL = y_NL.astype(x_NL.dtype)
+    if not with_max:
+        return y_NL
+    used_EN1 = jnp.any(chosen_NAE > 0, axis=1).T[..., None]
+    return y_NL, largest(hidden_ENF, used_EN1)
 
 
 def blocked_experts(
@@ -93,7 +112,8 @@ def blocked_experts(
     activation: Activation,
     *,
     block_rows: int | None = None,
-) -> jax.Array:
+    with_max: bool = False,
+) -> Any:
     """`experts`, by sorting slots into blocks that each belong to one expert.
 
     Every block holds its own copy of its expert's matrices, about
@@ -113,7 +133,8 @@ def blocked_experts(
     if block_rows < 1:
         raise ValueError(f"block_rows={block_rows}: choose at least 1, or None")
     if experts_NA.size == 0:
-        return jnp.zeros_like(x_NL)
+        y_NL = jnp.zeros_like(x_NL)
+        return (y_NL, jnp.zeros((), x_NL.dtype)) if with_max else y_NL
     blocks = _make_blocks(experts_NA.astype(jnp.int32), num_experts, block_rows)
     weight_P1 = _spread(
         weights_NA.astype(_wide(x_NL)).reshape(-1, 1),
@@ -127,8 +148,11 @@ def blocked_experts(
     hidden_BRF = activation(gate_BRF, up_BRF).astype(x_NL.dtype)
     out_BRL = jnp.einsum("brf,bfl->brl", hidden_BRF, _take(w_down_EFL, blocks.expert_B))
     out_PL = out_BRL.reshape(x_PL.shape) * weight_P1
-    y_NL = _collect(out_PL, blocks.token_P, blocks.row_NA)
-    return y_NL.astype(x_NL.dtype)
+    y_NL = _collect(out_PL, blocks.token_P, blocks.row_NA).astype(x_NL.dtype)
+    if not with_max:
+        return y_NL
+    used_BR1 = (blocks.slot_P < experts_NA.size).reshape(-1, block_rows, 1)
+    return y_NL, largest(hidden_BRF, used_BR1)
 
 
 def default_block_rows(slots: int, num_experts: int) -> int:

@@ -30,6 +30,9 @@ _FREE = (
     "train.log_every",
     "train.eval_",
     "train.checkpoint_",
+    "train.on_nonfinite",
+    "train.max_skips",
+    "alerts.",
 )
 
 

@@ -140,10 +140,24 @@ def fresh():
 
 def test_fresh_attention_residuals_are_a_plain_mean(fresh):
     """Zero queries: at the start every sublayer reads the mean of its sources."""
-    apply = jax.jit(transformer.apply, static_argnums=0)
-    stats = apply(tiny.make().model, fresh, TOKENS, SEGMENTS).stats
-    weights = stats["output"]["residual"]["depth_weights"]
-    np.testing.assert_allclose(weights, np.full(3, 1 / 3), rtol=1e-6)
+    apply = jax.jit(transformer.apply, static_argnums=0, static_argnames="observe")
+    out = apply(tiny.make().model, fresh, TOKENS, SEGMENTS, observe=True)
+    totals = out.stats["output"]["residual"]["depth_weights"]
+    np.testing.assert_allclose(totals, np.full(3, (SEGMENTS > 0).sum() / 3), rtol=1e-6)
+
+
+def test_nobody_asks_nothing_is_observed(fresh):
+    """Evaluation pays for no statistic: its program has none of their outputs."""
+
+    def program(observe):
+        apply = lambda v: transformer.apply(model, v, TOKENS, observe=observe)  # noqa: E731
+        return jax.make_jaxpr(apply)(fresh)
+
+    model = tiny.make().model
+    bare, watched = program(False), program(True)
+    assert len(bare.out_avals) == 2  # the hidden states and the output matrix
+    assert len(watched.out_avals) > 20
+    assert str(bare).count("reduce_max") < str(watched).count("reduce_max")
 
 
 def test_first_values_do_not_depend_on_the_scans(fresh):

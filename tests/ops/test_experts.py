@@ -87,6 +87,25 @@ def test_dense_equals_a_loop_over_slots():
     np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("skip", [0.3, 1.0])
+def test_the_largest_hidden_activation_is_of_used_slots(skip):
+    """cosh(0) = 1: an unused slot would count if it were not masked."""
+
+    def positive(gate, up):
+        return jnp.cosh(gate / 8) + 0 * up
+
+    args = make(13, 3, 4, skip=skip, dtype=np.float32)
+    x, experts_NA, _, gate, _, _ = map(np.asarray, args)
+    used = np.argwhere(experts_NA < 4)
+    want = max(
+        (np.cosh(x[n] @ gate[experts_NA[n, a]] / 8).max() for n, a in used), default=0
+    )
+    for function in (dense_experts, blocked_experts):
+        y_NL, got = function(*args, positive, with_max=True)
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+        chex.assert_trees_all_equal(y_NL, function(*args, positive))
+
+
 def test_a_token_without_experts_is_exactly_zero():
     x, experts_NA, *rest = make(8, 2, 3, dtype=np.float32)
     args = (x, experts_NA.at[5].set(3), *rest)
