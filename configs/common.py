@@ -15,6 +15,7 @@ def base() -> ConfigDict:
             "data": data(),
             "optimizer": optimizer(),
             "train": train(),
+            "alerts": alerts(),
             "sample": {"prompt": "KING", "num_tokens": 200, "temperature": 0.8},
             "mesh": {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1},
             "cluster": cluster(),
@@ -63,7 +64,9 @@ def model() -> dict:
             "router_input": "full",
             "routed_scaling": 1.0,
             "balancing": balancing(),
-            "implementation": "blocked",
+            "implementation": None,
+            "dispatch": "capacity",
+            "capacity_factor": 1.25,
         },
         "residual": {"kind": "block_attention", "block_size": 1.0},
     }
@@ -160,6 +163,8 @@ def train() -> dict:
         "checkpoint_every": 100,
         "checkpoint_keep": 2,
         "checkpoint_keep_every": None,
+        "on_nonfinite": "stop",
+        "max_skips": 3,
     }
 
 
@@ -169,6 +174,19 @@ def cluster() -> dict:
         "processes": None,
         "process": None,
         "timeout": 1800,  # hosts of a large pod come up minutes apart
+    }
+
+
+def alerts() -> dict:
+    return {
+        "load_entropy": 0.7,
+        "dead_steps": 200,
+        "bias_update": 0.5,
+        "loss_spike": 1.0,
+        "throughput_drop": 0.5,
+        "data_wait": 0.5,
+        "window": 20,
+        "stop": (),
     }
 
 

@@ -108,7 +108,12 @@ class MoE:
     router_input: Literal["full", "latent"]
     routed_scaling: float
     balancing: Balancing
-    implementation: Literal["blocked", "dense"]
+    # How a device multiplies by its experts; None: the fastest that it runs. "padded"
+    # gives every expert equal room and drops what does not fit.
+    implementation: Literal["blocked", "ragged", "dense", "padded"] | None
+    # How tokens travel where experts are split over devices (docs/expert_parallel.md).
+    dispatch: Literal["capacity", "ragged"]
+    capacity_factor: float  # room for tokens over an even load, at least 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +208,24 @@ class Train:
     checkpoint_every: int
     checkpoint_keep: int  # the last N
     checkpoint_keep_every: int | None  # and for good those of every K-th step
+    # What follows a step whose loss, gradient or update is not finite, which is never
+    # applied. "skip" goes on with the next batch.
+    on_nonfinite: Literal["stop", "skip"]
+    max_skips: int  # skip: most such steps in a row; one more stops the run
+
+
+@dataclasses.dataclass(frozen=True)
+class Alerts:
+    """When a logged step is worth a warning (docs/health.md). None: never."""
+
+    load_entropy: float | None  # of the loads of a layer's experts, below this
+    dead_steps: int | None  # an expert without a token for this many steps in a row
+    bias_update: float | None  # of a router bias in one step, above this
+    loss_spike: float | None  # nats of one step above the running median
+    throughput_drop: float | None  # share of the running median that is lost
+    data_wait: float | None  # share of the time that the loop waits for data
+    window: int  # log records in the running medians
+    stop: tuple[str, ...]  # the alerts above that save and end the run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,6 +274,7 @@ class Config:
     data: Data
     optimizer: Optimizer
     train: Train
+    alerts: Alerts
     sample: Sample
     mesh: Mesh
     cluster: Cluster

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from kimi_jax.config import (
+    Alerts,
     Balancing,
     Cluster,
     Config,
@@ -21,6 +22,11 @@ from kimi_jax.config import (
 )
 
 _ATTENTION = ("kda", "mla", "gqa")
+_ALERTS = tuple(
+    field.name
+    for field in dataclasses.fields(Alerts)
+    if field.name not in ("window", "stop")
+)
 
 
 def check(config: Config) -> list[str]:
@@ -31,6 +37,7 @@ def check(config: Config) -> list[str]:
     kinds = _ATTENTION if pattern else attention_kinds(config.model)
     problems += _model(config.model, kinds)
     problems += _train(config.train)
+    problems += _alerts(config.alerts)
     problems += _optimizer(config.optimizer, kinds)
     problems += _data(config)
     problems += _mixtures(config.data)
@@ -75,8 +82,10 @@ def _positive(config: Config) -> Iterator[str]:
                 "checkpoint_every",
                 "checkpoint_keep",
                 "checkpoint_keep_every",
+                "max_skips",
             ),
         ),
+        "alerts": (config.alerts, ("dead_steps",)),
     }
     for section, (values, names) in sizes.items():
         for name in names:
@@ -156,6 +165,11 @@ def _moe(moe: MoE) -> Iterator[str]:
             f"config.model.moe.num_active={moe.num_active}: more than num_experts="
             f"{moe.num_experts}"
         )
+    if moe.capacity_factor < 1.0:
+        yield (
+            f"config.model.moe.capacity_factor={moe.capacity_factor}: must be at least "
+            "1, or slots are dropped under an even load too"
+        )
     if moe.num_shared < 0:
         yield f"config.model.moe.num_shared={moe.num_shared}: must not be negative"
     if moe.router_input == "latent" and moe.latent_width is None:
@@ -225,6 +239,27 @@ def _train(train: Train) -> Iterator[str]:
             f"config.train.checkpoint_keep_every={keep}: only steps that are saved can "
             f"be kept; use a multiple of checkpoint_every={every}, or None"
         )
+
+
+def _alerts(alerts: Alerts) -> Iterator[str]:
+    for name in ("load_entropy", "throughput_drop", "data_wait"):
+        share = getattr(alerts, name)
+        if share is not None and not 0.0 < share < 1.0:
+            yield f"config.alerts.{name}={share}: a share between 0 and 1, or none"
+    for name in ("bias_update", "loss_spike"):
+        limit = getattr(alerts, name)
+        if limit is not None and not limit > 0.0:
+            yield f"config.alerts.{name}={limit}: must be positive, or none"
+    if alerts.window < 5:
+        yield f"config.alerts.window={alerts.window}: a median needs at least 5 records"
+    for name in alerts.stop:
+        if name not in _ALERTS:
+            yield f"config.alerts.stop: {name!r} is not one of {list(_ALERTS)}"
+        elif getattr(alerts, name) is None:
+            yield (
+                f"config.alerts.stop: {name!r} is off, so it cannot stop the run; set "
+                f"config.alerts.{name} or take it out of stop"
+            )
 
 
 def _optimizer(optimizer: Optimizer, kinds: Sequence[str]) -> Iterator[str]:

@@ -35,6 +35,7 @@ EXPERTS = ("expert", "context")
 PLACES: dict[str, str | tuple[str, ...]] = {
     "rows": ROWS,
     "time": "context",
+    "tokens": TOKENS,  # rows and time as one axis
     "width": "fsdp",  # of the residual stream, in parameters only
     "latent": "fsdp",  # that experts read and write, in parameters only
     "heads": "tensor",
@@ -216,6 +217,12 @@ def context_mesh() -> AbstractMesh | None:
     """The mesh that the caller has set by `jax.set_mesh`; None: one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or mesh.size == 1 else mesh
+
+
+def platform(mesh: AbstractMesh) -> str:
+    """ "cpu", "gpu" or "tpu": of the devices that a program is made for."""
+    device = mesh.abstract_device
+    return jax.default_backend() if device is None else device.platform
 
 
 def constrain(x: jax.Array, *logical: str | None) -> jax.Array:

@@ -67,6 +67,7 @@ def test_all_problems_are_reported_at_once():
         ("data.sources=()", "empty; name a file"),
         ("data.sources=a,b,a", "'a' is named twice"),
         ("data.tokenizer=", "write 'bytes'"),
+        ("model.moe.capacity_factor=0.9", "must be at least 1, or slots"),
         ("optimizer.learning_rate=0", "must be positive"),
         ("optimizer.muon_update_rms=0", "must be positive"),
         ("optimizer.momentum_dtype=float16", "'bfloat16'"),
@@ -86,6 +87,16 @@ def test_all_problems_are_reported_at_once():
         ("monitor.profile=3:3", "FIRST must be below END"),
         ("monitor.profile=3:9", "the run has 4 steps; end at 5 or before"),
         ("monitor.prometheus_port=0", "between 1 and 65535"),
+        ("train.on_nonfinite=abort", "['stop', 'skip']"),
+        ("train.max_skips=0", "must be at least 1"),
+        ("alerts.load_entropy=1.0", "a share between 0 and 1, or none"),
+        ("alerts.throughput_drop=0", "a share between 0 and 1, or none"),
+        ("alerts.data_wait=2.0", "a share between 0 and 1, or none"),
+        ("alerts.bias_update=0", "must be positive, or none"),
+        ("alerts.loss_spike=-1", "must be positive, or none"),
+        ("alerts.dead_steps=0", "must be at least 1"),
+        ("alerts.window=4", "at least 5 records"),
+        ("alerts.stop=loss", "'loss' is not one of ['load_entropy', "),
         ("model", "no value"),
         ("model={}", "a section, not a value"),
         ("name.x=1", "a value, not a section"),
@@ -112,6 +123,14 @@ def test_the_number_of_a_process_is_below_their_count():
     assert "config.cluster.process=2: processes count from 0 to 1" in found
     cluster = tiny.make("cluster.process=1", "cluster.coordinator=[::1]:80").cluster
     assert (cluster.processes, cluster.process) == (None, 1)
+
+
+def test_an_alert_that_is_off_cannot_stop_a_run():
+    (found,) = problems("alerts.stop=data_wait", "alerts.data_wait=none")
+    assert "set config.alerts.data_wait or take it out" in found
+    stop = tiny.make("alerts.stop=loss_spike,dead_steps").alerts.stop
+    assert stop == ("loss_spike", "dead_steps")
+    assert tiny.make("alerts.stop=()").alerts.stop == ()
 
 
 def test_traps_of_config_dicts():

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import cast
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from kimi_jax import config
-from kimi_jax.modules import parameters
+from kimi_jax.modules import islands, parameters
+from kimi_jax.ops import decay
+from kimi_jax.ops.context import from_rank
+from kimi_jax.ops.context_conv import context_short_conv
+from kimi_jax.ops.context_kda import context_kda
 from kimi_jax.ops.conv import short_conv
 from kimi_jax.ops.norms import gated_rms_norm
 from pallas_kernels.kda import kda
@@ -28,29 +34,43 @@ class KimiDeltaAttention(nn.Module):
     def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
         cfg, model = self.model.kda, self.model
         H, K, V = cfg.num_heads, cfg.key_dim, cfg.value_dim
-        q_BTHK = self._qkv("q", x_BTD, K, segment_ids_BT)
-        k_BTHK = self._qkv("k", x_BTD, K, segment_ids_BT)
-        v_BTHV = self._qkv("v", x_BTD, V, segment_ids_BT)
+        q_BTHK, k_BTHK, v_BTHV = (
+            jnp.einsum("btd,dhk->bthk", x_BTD, self._matrix(name, (model.width, H, n)))
+            for name, n in (("q", K), ("k", K), ("v", V))
+        )
+        convs = self._convs()
         beta_BTH = jnp.einsum(
             "btd,dh->bth", x_BTD, self._matrix("beta", (model.width, H))
         )
         a_log_H, dt_bias_HK, g_BTHK = self._decay(x_BTD)
-        o_BTHV, _ = kda(
-            q_BTHK,
-            k_BTHK,
-            v_BTHV,
-            g_BTHK,
-            beta_BTH,
-            A_log=a_log_H,
-            dt_bias=dt_bias_HK.reshape(H * K),
-            lower_bound=cfg.gate_lower_bound if cfg.gate == "bounded" else None,
-            segment_ids=segment_ids_BT,
-            use_gate_in_kernel=True,
-            use_qk_l2norm=True,
-            use_beta_sigmoid=True,
-            chunk_size=cfg.chunk_size,
-            implementation=cfg.implementation,
+        observing = parameters.observing(self)
+        channels, per_head = ("rows", "time", "heads", None), ("rows", "time", "heads")
+        ids_axes = None if segment_ids_BT is None else ("rows", "time")
+        o_BTHV, square_B = islands.island(
+            functools.partial(_mix, cfg, observing),
+            *(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH),
+            *(a_log_H, dt_bias_HK, segment_ids_BT, *convs),
+            inputs=(
+                *(channels,) * 4,
+                per_head,
+                ("heads",),
+                ("heads", None),
+                ids_axes,
+                *(("heads", None, None),) * len(convs),
+            ),
+            outputs=(channels, ("rows",)),
         )
+        if observing:
+            observed = decay.observe(
+                g_BTHK,
+                beta_BTH,
+                square_B,
+                segment_ids_BT,
+                a_log_H=a_log_H,
+                dt_bias=dt_bias_HK.reshape(H * K),
+                lower_bound=_lower_bound(cfg),
+            )
+            parameters.sow_stats(self, observed)
         o_BTHV = gated_rms_norm(
             o_BTHV,
             self._output_gate(x_BTD),
@@ -65,18 +85,20 @@ class KimiDeltaAttention(nn.Module):
             self, name, shape, self.model.init_std, self.model.dtype
         )
 
-    def _qkv(
-        self, name: str, x_BTD: jax.Array, size: int, segment_ids_BT: jax.Array | None
-    ) -> jax.Array:
+    def _convs(self) -> list[jax.Array]:
+        """The kernels [H, K, W] of q, k and v, if there is a convolution."""
         cfg = self.model.kda
-        w_DHK = self._matrix(name, (self.model.width, cfg.num_heads, size))
-        y_BTHK = jnp.einsum("btd,dhk->bthk", x_BTD, w_DHK)
-        if cfg.conv_width is not None:
-            shape = (cfg.num_heads, size, cfg.conv_width)
-            w_HKW = self.param(f"{name}_conv", parameters.conv_uniform, shape)
-            conv = short_conv(y_BTHK, w_HKW.astype(y_BTHK.dtype), segment_ids_BT)
-            y_BTHK = cast(jax.Array, conv)  # no tail was asked for
-        return nn.silu(y_BTHK)
+        if cfg.conv_width is None:
+            return []
+        sizes = {"q": cfg.key_dim, "k": cfg.key_dim, "v": cfg.value_dim}
+        return [
+            self.param(
+                f"{name}_conv",
+                parameters.conv_uniform,
+                (cfg.num_heads, size, cfg.conv_width),
+            )
+            for name, size in sizes.items()
+        ]
 
     def _decay(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`A_log` [H], `dt_bias` [H, K] and the gate's input [B, T, H, K]."""
@@ -107,3 +129,62 @@ class KimiDeltaAttention(nn.Module):
             g_RHV = self._matrix("g_b", (cfg.gate_rank, H, V))
             return jnp.einsum("btr,rhv->bthv", x_BTD @ g_DR, g_RHV)
         return None
+
+
+def _lower_bound(cfg: config.KDA) -> float | None:
+    return cfg.gate_lower_bound if cfg.gate == "bounded" else None
+
+
+def _mix(
+    cfg: config.KDA,
+    observing: bool,
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHV: jax.Array,
+    g_BTHK: jax.Array,
+    beta_BTH: jax.Array,
+    a_log_H: jax.Array,
+    dt_bias_HK: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    *convs: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """o_BTHV, and the mean square of each row's final state if `observing`, else 0.
+
+    What a device does with its heads and its piece of time.
+    """
+    axis = islands.axis_if_split("context")
+    if convs:
+        conv: Callable[..., Any] = short_conv
+        if axis is not None:
+            conv = functools.partial(context_short_conv, axis=axis)
+        q_BTHK, k_BTHK, v_BTHV = (
+            conv(x, w_HKW.astype(x.dtype), segment_ids_BT)
+            for x, w_HKW in zip((q_BTHK, k_BTHK, v_BTHV), convs, strict=True)
+        )
+    mix: Callable[..., Any] = kda
+    if axis is not None:
+        mix = functools.partial(context_kda, axis=axis, share_final_state=False)
+    o_BTHV, state_BHKV = mix(
+        *(nn.silu(x) for x in (q_BTHK, k_BTHK, v_BTHV)),
+        g_BTHK,
+        beta_BTH,
+        A_log=a_log_H,
+        dt_bias=dt_bias_HK.reshape(-1),
+        lower_bound=_lower_bound(cfg),
+        segment_ids=segment_ids_BT,
+        output_final_state=observing,
+        use_gate_in_kernel=True,
+        use_qk_l2norm=True,
+        use_beta_sigmoid=True,
+        chunk_size=cfg.chunk_size,
+        implementation=cfg.implementation,
+    )
+    if state_BHKV is None:
+        return o_BTHV, jnp.zeros(q_BTHK.shape[0], jnp.float32)
+    square_B = jnp.mean(jnp.square(jax.lax.stop_gradient(state_BHKV)), (1, 2, 3))
+    tensor = islands.axis_if_split("tensor")
+    if tensor is not None:
+        square_B = jax.lax.pmean(square_B, tensor)
+    if axis is not None:
+        square_B = from_rank(square_B, jax.lax.axis_size(axis) - 1, axis)
+    return o_BTHV, square_B

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 from flax import linen as nn
 
-from kimi_jax import config
-from kimi_jax.modules import parameters
+from kimi_jax import config, sharding
+from kimi_jax.modules import islands, parameters
 from kimi_jax.modules.mlp import MLP, activation
 from kimi_jax.ops import balancing
-from kimi_jax.ops.experts import experts
+from kimi_jax.ops.dispatch import Options, dispatch
 from kimi_jax.ops.norms import rms_norm
-from kimi_jax.ops.routing import Routing, route_threshold, route_top_k, router_scores
+from kimi_jax.ops.routing import (
+    Routing,
+    dropped,
+    route_threshold,
+    route_top_k,
+    router_scores,
+)
 
 
 class LatentMoE(nn.Module):
@@ -27,65 +36,144 @@ class LatentMoE(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
         moe, D = self.model.moe, self.model.width
-        x_ND = x_BTD.reshape(-1, D)
-        mask_N = None if segment_ids_BT is None else segment_ids_BT.reshape(-1) > 0
-        z_NL = x_ND
+        z_BTL = x_BTD
         if moe.latent_width is not None:
-            z_NL = x_ND @ self._matrix("latent_down", (D, moe.latent_width))
-        routing = self._route(x_ND if moe.router_input == "full" else z_NL, mask_N)
-        L, E, F = z_NL.shape[-1], moe.num_experts, moe.expert_width
-        u_NL = experts(
-            z_NL,
-            routing.experts_NA,
-            routing.weights_NA,
-            self._matrix("experts_gate", (E, L, F)),
-            self._matrix("experts_up", (E, L, F)),
-            self._matrix("experts_down", (E, F, L)),
-            activation(self.model.ffn),
-            implementation=moe.implementation,
+            z_BTL = x_BTD @ self._matrix("latent_down", (D, moe.latent_width))
+        u_BTL = self._routed(
+            z_BTL, x_BTD if moe.router_input == "full" else z_BTL, segment_ids_BT
         )
         if moe.latent_norm:
-            gain_L = parameters.gain(self, "latent_norm", L)
-            u_NL = rms_norm(u_NL, gain_L, self.model.norm_eps)
+            gain_L = parameters.gain(self, "latent_norm", z_BTL.shape[-1])
+            u_BTL = rms_norm(u_BTL, gain_L, self.model.norm_eps)
         if moe.latent_width is not None:
-            u_NL = u_NL @ self._matrix("latent_up", (L, D))
-        y_BTD = u_NL.reshape(x_BTD.shape).astype(x_BTD.dtype)
+            u_BTL = u_BTL @ self._matrix("latent_up", (moe.latent_width, D))
+        y_BTD = u_BTL.astype(x_BTD.dtype)
         if moe.num_shared:
             # Equal widths and an elementwise activation make one MLP of all of them.
             hidden = moe.num_shared * moe.expert_width
-            y_BTD += MLP(self.model, hidden, name="shared")(x_BTD)
+            shared = MLP(self.model, hidden, name="shared")
+            y_BTD += shared(x_BTD, segment_ids_BT)
         return y_BTD
 
-    def _route(self, r_ND: jax.Array, mask_N: jax.Array | None) -> Routing:
-        """The experts of each token; sows what balancing needs to know of it."""
-        moe, balance = self.model.moe, self.model.moe.balancing
-        shape = (r_ND.shape[-1], moe.num_experts)
-        w_DE = self.param("router", parameters.fan_in_uniform, shape)
+    def _routed(
+        self, z_BTL: jax.Array, r_BTD: jax.Array, segment_ids_BT: jax.Array | None
+    ) -> jax.Array:
+        """The routed experts' u_BTL; sows what balancing needs to know.
+
+        Every device routes the tokens that it holds, and sends them to the devices
+        that hold their experts.
+        """
+        moe, L = self.model.moe, z_BTL.shape[-1]
+        E, F = moe.num_experts, moe.expert_width
+        shape = (r_BTD.shape[-1], E)
+        observing = parameters.observing(self)
         zeros = nn.initializers.zeros
-        bias_E = self.variable("balance", "bias", zeros, None, (moe.num_experts,)).value
-        scores_NE = router_scores(r_ND, w_DE)
-        if balance.method == "quantile_threshold":
-            cap = balance.threshold_cap
-            routing = route_threshold(
-                scores_NE, bias_E, cap=cap, scale=moe.routed_scaling, mask_N=mask_N
-            )
-        else:
-            active = moe.num_active
-            routing = route_top_k(
-                scores_NE,
-                bias_E,
-                active=active,
-                scale=moe.routed_scaling,
-                mask_N=mask_N,
-            )
-        observed = balancing.observe(
-            balance.method, routing, scores_NE, bias_E, bins=balance.bins
+        tokens = ("rows", "time", None)
+        u_BTL, observed = islands.island(
+            functools.partial(_route_and_compute, self.model, observing),
+            z_BTL,
+            r_BTD,
+            segment_ids_BT,
+            self.param("router", parameters.fan_in_uniform, shape),
+            self.variable("balance", "bias", zeros, None, (E,)).value,
+            self._matrix("experts_gate", (E, L, F)),
+            self._matrix("experts_up", (E, L, F)),
+            self._matrix("experts_down", (E, F, L)),
+            inputs=(
+                tokens,
+                tokens,
+                None if segment_ids_BT is None else ("rows", "time"),
+                (None, None),
+                (None,),
+                ("experts", None, "hidden"),
+                ("experts", None, "hidden"),
+                ("experts", "hidden", None),
+            ),
+            outputs=(tokens, _observed_axes(moe.balancing.method, observing)),
+            check=True,
         )
-        for name, value in observed.items():
-            parameters.sow_stat(self, name, value)
-        return routing
+        parameters.sow_stats(self, observed)
+        return u_BTL
 
     def _matrix(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         return parameters.matrix(
             self, name, shape, self.model.init_std, self.model.dtype
         )
+
+
+def _route_and_compute(
+    model: config.Model,
+    observing: bool,
+    z_BTL: jax.Array,
+    r_BTD: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    router_DE: jax.Array,
+    bias_E: jax.Array,
+    *experts: jax.Array,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """u_BTL of this device's tokens, and what was observed of those of all devices."""
+    moe = model.moe
+    z_NL, r_ND = (x.reshape(-1, x.shape[-1]) for x in (z_BTL, r_BTD))
+    mask_N = None if segment_ids_BT is None else segment_ids_BT.reshape(-1) > 0
+    scores_NE = router_scores(r_ND, router_DE)
+    routing = _route(moe, scores_NE, bias_E, mask_N)
+    gate_ELF, up_ELF, down_EFL = experts
+    made = dispatch(
+        z_NL,
+        routing.experts_NA,
+        routing.weights_NA,
+        gate_ELF,
+        up_ELF,
+        down_EFL,
+        activation(model.ffn),
+        _options(moe),
+    )
+    observed: dict[str, jax.Array] = {}
+    if observing:
+        method = moe.balancing
+        axes = () if sharding.context_mesh() is None else sharding.TOKENS
+        undone = dropped(routing, moe.num_experts)
+        undone["dropped_slots"] += made.dropped
+        hidden_max = jax.lax.stop_gradient(made.hidden_max)
+        if axes:
+            undone = jax.lax.psum(undone, axes)
+            hidden_max = jax.lax.pmax(hidden_max, axes)
+        observed = balancing.observe(
+            method.method, routing, scores_NE, bias_E, bins=method.bins, axes=axes
+        )
+        observed |= {**undone, "hidden_max": hidden_max}
+    return made.y_NL.reshape(z_BTL.shape), observed
+
+
+def _route(
+    moe: config.MoE, scores_NE: jax.Array, bias_E: jax.Array, mask_N: Any
+) -> Routing:
+    balance, scale = moe.balancing, moe.routed_scaling
+    if balance.method == "quantile_threshold":
+        cap = balance.threshold_cap
+        return route_threshold(scores_NE, bias_E, cap=cap, scale=scale, mask_N=mask_N)
+    active = moe.num_active
+    return route_top_k(scores_NE, bias_E, active=active, scale=scale, mask_N=mask_N)
+
+
+def _options(moe: config.MoE) -> Options:
+    mesh = sharding.context_mesh()
+    return Options(
+        moe.dispatch,
+        None if mesh is None else sharding.EXPERTS,
+        None if mesh is None else "tensor",
+        moe.capacity_factor,
+        moe.implementation,
+        platform=None if mesh is None else sharding.platform(mesh),
+    )
+
+
+def _observed_axes(method: str, observing: bool) -> dict[str, sharding.Axes]:
+    """How the observations lie: margins with their tokens, all else on every device."""
+    if not observing:
+        return {}
+    names = [*balancing.observed_names(method), "dropped_slots", "unrouted_tokens"]
+    axes: dict[str, sharding.Axes] = dict.fromkeys([*names, "hidden_max"], ())
+    if "margin_NE" in axes:
+        axes["margin_NE"] = ("tokens", None)
+    return axes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+
+from kimi_jax.modules import statistics
 
 Initializer = jax.nn.initializers.Initializer
 
@@ -24,9 +26,21 @@ def gain(module: nn.Module, name: str, size: int) -> jax.Array:
     return module.param(name, jax.nn.initializers.ones, (size,), jnp.float32)
 
 
+def observing(module: nn.Module) -> bool:
+    """Whether statistics are wanted; evaluation wants none and pays for none."""
+    return module.is_mutable_collection("stats")
+
+
 def sow_stat(module: nn.Module, name: str, value: jax.Array) -> None:
-    """Record a monitoring value: stacked by scans, absent in evaluation."""
+    """Record a statistic of the table in `statistics`: stacked by scans."""
+    statistics.reduction(name)
     module.sow("stats", name, value, reduce_fn=lambda _, new: new, init_fn=lambda: None)
+
+
+def sow_stats(module: nn.Module, values: Mapping[str, jax.Array]) -> None:
+    """`sow_stat` of each."""
+    for name, value in values.items():
+        sow_stat(module, name, value)
 
 
 def conv_uniform(key: jax.Array, shape: Sequence[int], dtype=jnp.float32) -> jax.Array:

@@ -69,10 +69,9 @@ class ReadResidual(nn.Module):
             self.model.norm_eps,
             inverse_rms_SBT=stream.bank.inverse_rms_SBT,
         )
-        depth_weights_S = residuals.mean_depth_weights(weights_SBT, segment_ids_BT)
-        parameters.sow_stat(
-            self, "depth_weights", jax.lax.stop_gradient(depth_weights_S)
-        )
+        if parameters.observing(self):
+            total_S = residuals.total_depth_weights(weights_SBT, segment_ids_BT)
+            parameters.sow_stat(self, "depth_weights", total_S)
         return h_BTD
 
 
@@ -93,7 +92,7 @@ class Sublayer(nn.Module):
         elif self.kind == "moe":
             y_BTD = LatentMoE(model, name="moe")(x_BTD, segment_ids_BT)
         else:
-            y_BTD = MLP(model, model.ffn.width, name="mlp")(x_BTD)
+            y_BTD = MLP(model, model.ffn.width, name="mlp")(x_BTD, segment_ids_BT)
         return stream._replace(
             partial_BTD=stream.partial_BTD + y_BTD, has_partial=jnp.array(True)
         )

@@ -116,6 +116,7 @@ def apply(
     segment_ids_BT: jax.Array | None = None,
     *,
     remat: str = "none",
+    observe: bool = False,
     max_logits: bool = False,
 ) -> Forward:
     """The forward pass.
@@ -126,11 +127,14 @@ def apply(
       segment_ids_BT: int32, 0 = padding, positive = document; None: no padding, one
         document a row.
       remat: see the top of this file.
+      observe: layers report the statistics of `kimi_jax.modules.statistics`; without,
+        `stats` is empty and they cost nothing.
       max_logits: softmax attention also reports max_logit_H, the largest logit of each
-        head over the batch, among the statistics.
+        head over the batch, among the statistics. Takes `observe`.
     """
     stats: dict[str, Any] = {}
-    collections = ("stats", attend.MAX_LOGITS) if max_logits else ("stats",)
+    asked = {"stats": observe, attend.MAX_LOGITS: observe and max_logits}
+    collections = tuple(name for name, wanted in asked.items() if wanted)
     x_BTD, _ = _call(Embedding(model), _sub(variables, "embedding"), tokens_BT)
     x_BTD = sharding.constrain(x_BTD, "rows", "time", None)
     stream = start_stream(model, layout.num_blocks(model), x_BTD)
@@ -147,7 +151,11 @@ def apply(
             body = jax.checkpoint(body, prevent_cse=False)
         stream, stats[name] = jax.lax.scan(body, stream, _sub(variables, name))
     (h_BTD, unembed_DW), stats["output"] = _call(
-        Output(model), _sub(variables, "output"), stream, segment_ids_BT
+        Output(model),
+        _sub(variables, "output"),
+        stream,
+        segment_ids_BT,
+        collections=collections,
     )
     return Forward(h_BTD, unembed_DW, stats)
 
@@ -201,7 +209,7 @@ def _call(
     module: nn.Module,
     variables: Variables,
     *inputs: Any,
-    collections: tuple[str, ...] = ("stats",),
+    collections: tuple[str, ...] = (),
 ) -> tuple[Any, Any]:
     """(result, what was sown) of a module."""
     result, sown = module.apply(variables, *inputs, mutable=list(collections))

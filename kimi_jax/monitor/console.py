@@ -105,6 +105,11 @@ class Progress:
         elapsed = self._last_event - self._start
         self._print(f"[{elapsed:7.1f} s] {message}", style="dim")
 
+    def warn(self, message: str) -> None:
+        """Print something that asks for attention, at once."""
+        self._touch()
+        self._print(f"warning: {message}", style="bold yellow")
+
     def update(
         self, record: Mapping[str, Any], steps_done: int, steps_total: int
     ) -> None:

@@ -187,7 +187,7 @@ class MetricsWriter:
         """Append one record and return it as it was stored, with "time" added.
 
         Args:
-            kind: "train", "eval", "checkpoint" or "run".
+            kind: "train", "eval", "checkpoint", "alert" or "run".
             step: optimizer steps completed.
             **values: fields of the record, converted by `to_jsonable`.
 

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from kimi_jax.monitor import metrics, plots, sections
 from kimi_jax.monitor.markdown import code, fence, number, table
+from kimi_jax.monitor.report_alerts import alerts_section
 from kimi_jax.monitor.runs import Run, last, layer_series, load_run, series, tail
 
 _SAMPLE_LIMIT = 4000
@@ -143,7 +144,7 @@ def draw(run: Run) -> dict[str, Figure]:
 
 def render(run: Run, summary: dict[str, Any], figures: Sequence[str]) -> str:
     """The Markdown of the report; `figures` names the plots that exist."""
-    parts = [_headline(summary)]
+    parts = [_headline(summary), alerts_section(run.alerts)]
     if "loss" in figures:
         parts.append("## Loss\n\n![Loss curve](plots/loss.png)")
     if "optimizer" in figures:

@@ -28,6 +28,7 @@ class Run(NamedTuple):
     train: dict[int, dict[str, Any]]  # step -> record
     eval: dict[int, dict[str, Any]]
     checkpoints: dict[int, dict[str, Any]]
+    alerts: list[dict[str, Any]]
     residual_weights: np.ndarray | None  # [sublayers, sources], at the last step
     finished: bool
     resumed_at: list[int]
@@ -43,6 +44,7 @@ def load_run(workdir: str | os.PathLike) -> Run:
     train: dict[int, dict[str, Any]] = {}
     evaluations: dict[int, dict[str, Any]] = {}
     checkpoints: dict[int, dict[str, Any]] = {}
+    alerts: list[dict[str, Any]] = []
     weights, finished, resumed_at, seconds = None, False, [], 0.0
     first = previous = None
     for record in metrics.iter_metrics(path):
@@ -55,6 +57,8 @@ def load_run(workdir: str | os.PathLike) -> Run:
             evaluations[record["step"]] = record
         elif kind == "checkpoint":
             checkpoints[record["step"]] = record
+        elif kind == "alert":
+            alerts.append(record)
         elif kind == "run":
             info |= record
             finished = event == "end"
@@ -74,6 +78,7 @@ def load_run(workdir: str | os.PathLike) -> Run:
         train=train,
         eval=evaluations,
         checkpoints=checkpoints,
+        alerts=alerts,
         residual_weights=None if weights is None else np.asarray(weights, np.float64),
         finished=finished,
         resumed_at=resumed_at,

@@ -57,6 +57,21 @@ def swiglu(gate: Array, up: Array) -> Array:
     return (jax.nn.silu(_widen(gate)) * _widen(up)).astype(gate.dtype)
 
 
+def largest(hidden: Array, used: Array | None = None) -> Array:
+    """The largest magnitude in `hidden`, a scalar in its dtype, without gradient.
+
+    NaN wins.
+
+    Args:
+      hidden: any shape.
+      used: bool, broadcastable to `hidden`; what is False does not count. None: all do.
+    """
+    magnitude = jnp.abs(jax.lax.stop_gradient(hidden))
+    if used is not None:
+        magnitude = jnp.where(used, magnitude, 0)
+    return jnp.max(magnitude, initial=0)
+
+
 def _widen(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 

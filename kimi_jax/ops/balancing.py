@@ -33,6 +33,7 @@ def observe(
     state_E: jax.Array,
     *,
     bins: int = 1000,
+    axes: tuple[str, ...] = (),
 ) -> Observed:
     """What `method` needs to know of one micro-batch. Padding is not counted.
 
@@ -42,6 +43,8 @@ def observe(
       scores_NE: the raw scores that were routed.
       state_E: the state that they were routed with.
       bins: Q, the resolution of the two histogram methods.
+      axes: inside `jax.shard_map`, the mesh axes that tokens are split over. All sums
+        then cover all of them; margins stay with their tokens.
 
     Returns:
       Always load_E (int32, tokens given to each expert) and tokens (int32 scalar);
@@ -58,11 +61,24 @@ def observe(
             f"method={method!r} got the routing of the other router; use "
             "route_threshold with quantile_threshold and route_top_k with all others"
         )
-    observed = {
+    counted = {
         "load_E": _load(routing, scores_NE.shape[1]),
         "tokens": _tokens(routing),
+        **observe_more(routing, scores_NE, state_E, bins),
     }
-    return observed | observe_more(routing, scores_NE, state_E, bins)
+    observed = {
+        key: _over(axes, x) if reduction(key) == "sum" else x
+        for key, x in counted.items()
+    }
+    if method == "aux_loss":
+        loss = balance_loss(scores_NE, routing, axes)
+        observed["balance_loss"] = loss * observed["tokens"]
+    return observed
+
+
+def observed_names(method: str) -> tuple[str, ...]:
+    """The keys of what `observe` returns."""
+    return ("load_E", "tokens", *_MORE.get(method, ()))
 
 
 def update(
@@ -117,20 +133,24 @@ def reduction(key: str) -> str:
     return "concat" if key == "margin_NE" else "sum"
 
 
-def balance_loss(scores_NE: jax.Array, routing: Routing) -> jax.Array:
+def balance_loss(
+    scores_NE: jax.Array, routing: Routing, axes: tuple[str, ...] = ()
+) -> jax.Array:
     """Auxiliary loss E * sum_e f_e P_e: 1 when even, E/A when A experts have it all.
 
     f_e is expert e's share of the used slots (a constant to the gradient) and P_e the
     mean over tokens of its score after dividing each token's scores by their sum.
-    Padding enters neither. Both are means, so the value does not grow with the number
+    Padding enters neither; `axes` as in `observe`. Both are means, so the value does
+    not grow with the number
     of tokens; of several micro-batches take the mean weighted by their tokens.
     """
-    load_E = _load(routing, scores_NE.shape[1])
+    load_E = _over(axes, _load(routing, scores_NE.shape[1]))
     share_E = load_E / jnp.maximum(jnp.sum(load_E), 1)
     score_NE = scores_NE / (jnp.sum(scores_NE, axis=1, keepdims=True) + 1e-20)
     if routing.mask_N is not None:
         score_NE = jnp.where(routing.mask_N[:, None], score_NE, 0)
-    mean_E = jnp.sum(score_NE, axis=0) / jnp.maximum(_tokens(routing), 1)
+    tokens = jnp.maximum(_over(axes, _tokens(routing)), 1)
+    mean_E = _over(axes, jnp.sum(score_NE, axis=0)) / tokens
     return load_E.shape[0] * jnp.sum(share_E.astype(mean_E.dtype) * mean_E)
 
 
@@ -183,10 +203,6 @@ def _observe_distance_from_one(routing, scores_NE, state_E, bins):
     return {"histogram_EQ": _histogram(1 - scores_NE, 0, 1, bins, routing)}
 
 
-def _observe_balance_loss(routing, scores_NE, state_E, bins):
-    return {"balance_loss": balance_loss(scores_NE, routing) * _tokens(routing)}
-
-
 def _update_nothing(state_E, observed, options):
     return state_E
 
@@ -230,9 +246,21 @@ METHODS: dict[str, tuple[Callable, Callable]] = {
     "quantile_threshold": (_observe_distance_from_one, _update_threshold),
     "load_quantile": (_observe_nothing, _update_load_quantile),
     "sign": (_observe_nothing, _update_sign),
-    "aux_loss": (_observe_balance_loss, _update_nothing),
+    "aux_loss": (_observe_nothing, _update_nothing),
     "none": (_observe_nothing, _update_nothing),
 }
+
+
+_MORE = {
+    "quantile": ("histogram_EQ",),
+    "quantile_exact": ("margin_NE",),
+    "quantile_threshold": ("histogram_EQ",),
+    "aux_loss": ("balance_loss",),
+}
+
+
+def _over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    return lax.psum(x, axes) if axes else x
 
 
 def _look_up(method: str) -> tuple[Callable, Callable]:

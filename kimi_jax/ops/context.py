@@ -57,8 +57,11 @@ def previous_tokens(x_BT: Array, count: int, axis: str) -> Array:
             break
         part = from_earlier(x_BT[:, max(0, T - (count - have)) :], axis, hops)
         tokens, have = [part, *tokens], have + part.shape[1]
-    missing = vary_like(jnp.zeros((B, count - have, *rest), x_BT.dtype), x_BT)
-    return jnp.concatenate([missing, *tokens], axis=1)
+    if have < count or not tokens:
+        # Never an empty array: XLA's partitioner crashes on some of those.
+        missing = jnp.zeros((B, count - have, *rest), x_BT.dtype)
+        tokens = [vary_like(missing, x_BT), *tokens]
+    return jnp.concatenate(tokens, axis=1)
 
 
 def starts_relative(segment_ids_BT: Array, axis: str) -> Array:

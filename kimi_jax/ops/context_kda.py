@@ -33,6 +33,7 @@ def context_kda(
     initial_state: Array | None = None,
     segment_ids: Array | None = None,
     output_final_state: bool = False,
+    share_final_state: bool = True,
     **settings: Any,
 ) -> tuple[Array, Array | None]:
     """`pallas_kernels.kda.kda` on this rank's piece of time, inside `jax.shard_map`.
@@ -45,13 +46,13 @@ def context_kda(
       axis: name of the mesh axis, contiguous pieces of equal length, rank 0 first.
       A_log, dt_bias: as in `kda`, equal on all ranks.
       initial_state: [B,HV,K,V] before the first token of rank 0, equal on all ranks.
-      output_final_state: also return the state after the last rank's last token. It
-        costs one more sum of 4 K V bytes a head.
+      output_final_state: also return the state after the last rank's last token.
+      share_final_state: on all ranks, which costs one more sum of 4 K V bytes a head.
+        Without, each rank gets the state after its own last token.
       **settings: the other settings of `kda`.
 
     Returns:
-      o [B,T,HV,V] in v's dtype; the final state [B,HV,K,V], equal on all ranks, or
-      None.
+      o [B,T,HV,V] in v's dtype; the final state [B,HV,K,V], or None.
 
     Raises:
       ValueError: what `kda` raises.
@@ -73,8 +74,10 @@ def context_kda(
     o_BTHV = _read(o_BTHX, entry_BHKV, q.dtype).astype(v.dtype)
     if not output_final_state:
         return o_BTHV, None
-    last = lax.axis_size(axis) - 1
-    return o_BTHV, from_rank(_through(end_BHKX, entry_BHKV), last, axis)
+    state_BHKV = _through(end_BHKX, entry_BHKV)
+    if share_final_state:
+        state_BHKV = from_rank(state_BHKV, lax.axis_size(axis) - 1, axis)
+    return o_BTHV, state_BHKV
 
 
 def _two_starts(given: Inputs) -> Array:

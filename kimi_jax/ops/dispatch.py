@@ -33,6 +33,7 @@ from kimi_jax.ops import rows as rows_lib
 from kimi_jax.ops.exchange import Trip, choose_exchange, exchange
 from kimi_jax.ops.experts import (
     Activation,
+    Computed,
     check,
     choose_experts,
     experts,
@@ -43,7 +44,7 @@ from kimi_jax.ops.rows import Rows
 METHODS = ("local", "capacity", "ragged")
 
 Array = jax.Array
-_Run = Callable[[Array, Array, Array | None], tuple[Array, Array]]
+_Run = Callable[[Array, Array, Array | None], Computed]
 
 
 class Options(NamedTuple):
@@ -81,10 +82,12 @@ class Dispatched(NamedTuple):
       dropped: int32, how many slots this device had no room for, in sending or in
         receiving them; add it up over the axes that tokens are split over. Loads that
         balancing observes include them.
+      hidden_max: largest |hidden| of its experts, over the tensor axis too.
     """
 
     y_NL: Array
     dropped: Array
+    hidden_max: Array
 
 
 def dispatch(
@@ -126,16 +129,17 @@ def dispatch(
     x_NL, weights_NA = _vary(floats, like=(*floats, experts_NA), axes=axes)
     run = _local_experts(experts_NA.size, matrices, activation, options)
     if _size(options.expert_axis) == 1 or experts_NA.size == 0:
-        y_NL, dropped = run(x_NL, experts_NA, weights_NA)
-        (dropped,) = _vary((dropped,), like=(experts_NA,), axes=set())
+        made = run(x_NL, experts_NA, weights_NA)
+        (dropped,) = _vary((made.dropped,), like=(experts_NA,), axes=set())
+        made = made._replace(dropped=dropped)
     else:
         send = _by_capacity if options.method == "capacity" else _by_ragged
-        y_NL, dropped = send(
-            x_NL, experts_NA, weights_NA, w_gate_ELF.shape[0], run, options
-        )
+        made = send(x_NL, experts_NA, weights_NA, w_gate_ELF.shape[0], run, options)
+    y_NL, dropped, hidden_max = made
     if options.tensor_axis is not None:
         y_NL = jax.lax.psum(y_NL, options.tensor_axis)
-    return Dispatched(y_NL.astype(x_NL.dtype), dropped)
+        hidden_max = jax.lax.pmax(hidden_max, options.tensor_axis)
+    return Dispatched(y_NL.astype(x_NL.dtype), dropped, hidden_max)
 
 
 def choose(options: Options, slots: int, num_experts: int) -> tuple[str, str]:
@@ -155,7 +159,7 @@ def receive_rows(slots: int, devices: int, factor: float) -> int:
 
 
 def _local_experts(slots, matrices, activation, options) -> _Run:
-    """The experts of this device: (x_NL, experts_NA, weights_NA) -> (y_NL, dropped)."""
+    """The experts of this device: (x_NL, experts_NA, weights_NA) -> Computed."""
     num_experts = matrices[0].shape[0]
     name, _ = choose(options, slots, num_experts)
 
@@ -164,8 +168,7 @@ def _local_experts(slots, matrices, activation, options) -> _Run:
         if name == "padded":
             room = _ceil(options.capacity_factor * slots / num_experts)
             return padded_experts(*args, capacity=max(room, 1))
-        y_NL = experts(*args, implementation=name, dtype=rows_lib.wide(x_NL))
-        return y_NL, jnp.zeros((), jnp.int32)
+        return experts(*args, implementation=name, dtype=rows_lib.wide(x_NL))
 
     return run
 
@@ -183,10 +186,11 @@ def _by_capacity(x_NL, experts_NA, weights_NA, E, run: _Run, options):
         return jax.lax.all_to_all(x_P, axis, split_axis=0, concat_axis=0, tiled=True)
 
     expert_P1 = trade(_expert_of_row(experts_NA, rows, E))[:, None]
-    out_PL, dropped = run(trade(rows_lib.spread(x_NL, rows)), expert_P1, None)
-    out_PL = trade(out_PL.astype(x_NL.dtype))
+    made = run(trade(rows_lib.spread(x_NL, rows)), expert_P1, None)
+    out_PL = trade(made.y_NL.astype(x_NL.dtype))
     y_NL = rows_lib.combine(out_PL, weights_NA, rows)
-    return y_NL, dropped + jnp.sum(slots.load_G - kept_X, dtype=jnp.int32)
+    unsent = jnp.sum(slots.load_G - kept_X, dtype=jnp.int32)
+    return Computed(y_NL, made.dropped + unsent, made.hidden_max)
 
 
 def _by_ragged(x_NL, experts_NA, weights_NA, E, run: _Run, options):
@@ -206,10 +210,11 @@ def _by_ragged(x_NL, experts_NA, weights_NA, E, run: _Run, options):
     # Rows in which nothing arrives are 0, so experts count from 1 on the way.
     expert_P = exchange(_expert_of_row(experts_NA, rows, E) + 1, trip, *there) - 1
     x_PL = exchange(rows_lib.spread(x_NL, rows), trip, *there)
-    out_PL, _ = run(x_PL, expert_P[:, None], None)
-    out_PL = exchange(out_PL.astype(x_NL.dtype), trip.reversed(), *back)
+    made = run(x_PL, expert_P[:, None], None)
+    out_PL = exchange(made.y_NL.astype(x_NL.dtype), trip.reversed(), *back)
     y_NL = rows_lib.combine(out_PL, weights_NA, rows)
-    return y_NL, jnp.sum(slots.load_G - size_SD[me], dtype=jnp.int32)
+    unsent = jnp.sum(slots.load_G - size_SD[me], dtype=jnp.int32)
+    return Computed(y_NL, unsent, made.hidden_max)
 
 
 def _expert_of_row(experts_NA, rows: Rows, E: int):

@@ -19,11 +19,13 @@ F hidden width, B blocks, R rows of a block, P = B * R rows in all, M = N * A sl
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kimi_jax.ops import rows as rows_lib
+from kimi_jax.ops.activations import largest
 from kimi_jax.ops.grouped_matmul import Groups, grouped_matmul
 from kimi_jax.ops.rows import Rows, wide
 
@@ -83,6 +85,21 @@ def _slow(platform: str) -> str:
     return "every row by every expert"
 
 
+class Computed(NamedTuple):
+    """What the experts make of their tokens.
+
+    Attributes:
+      y_NL: each token's weighted sum.
+      dropped: int32, slots for which there was no room; 0 but for 'padded'.
+      hidden_max: largest |hidden| of a used slot, a scalar without gradient. XLA leaves
+        it out of programs that do not read it.
+    """
+
+    y_NL: jax.Array
+    dropped: jax.Array
+    hidden_max: jax.Array
+
+
 def experts(
     x_NL: jax.Array,
     experts_NA: jax.Array,
@@ -94,7 +111,7 @@ def experts(
     *,
     implementation: str | None = "blocked",
     dtype: jax.typing.DTypeLike | None = None,
-) -> jax.Array:
+) -> Computed:
     """The weighted sum over each token's experts.
 
     Args:
@@ -110,17 +127,17 @@ def experts(
       dtype: of y; None = the dtype of x.
 
     Returns:
-      y_NL, summed in float32 (float64 for float64 inputs).
+      See `Computed`; y_NL is summed in float32 (float64 for float64 inputs).
 
     Raises:
       ValueError: unknown implementation, or shapes that do not fit.
     """
     name, _ = choose_experts(implementation, jax.default_backend())
     run = {"blocked": blocked_experts, "ragged": ragged_experts, "dense": dense_experts}
-    y_NL = run[name](
+    made = run[name](
         x_NL, experts_NA, weights_NA, w_gate_ELF, w_up_ELF, w_down_EFL, activation
     )
-    return y_NL.astype(x_NL.dtype if dtype is None else dtype)
+    return made._replace(y_NL=made.y_NL.astype(x_NL.dtype if dtype is None else dtype))
 
 
 def dense_experts(
@@ -131,7 +148,7 @@ def dense_experts(
     w_up_ELF: jax.Array,
     w_down_EFL: jax.Array,
     activation: Activation,
-) -> jax.Array:
+) -> Computed:
     """`experts` in float32 or wider, by running every expert on every token."""
     check(x_NL, experts_NA, weights_NA, w_gate_ELF, w_up_ELF, w_down_EFL)
     dtype = wide(x_NL)
@@ -143,7 +160,9 @@ def dense_experts(
     up_ENF = jnp.einsum("nl,elf->enf", x_NL, w_up_ELF)
     hidden_ENF = activation(gate_ENF, up_ENF).astype(x_NL.dtype)
     out_ENL = jnp.einsum("enf,efl->enl", hidden_ENF, w_down_EFL)
-    return jnp.einsum("ne,enl->nl", weight_NE, out_ENL.astype(dtype))
+    y_NL = jnp.einsum("ne,enl->nl", weight_NE, out_ENL.astype(dtype))
+    used_EN1 = jnp.any(chosen_NAE > 0, axis=1).T[..., None]
+    return Computed(y_NL, jnp.zeros((), jnp.int32), largest(hidden_ENF, used_EN1))
 
 
 def blocked_experts(
@@ -156,7 +175,7 @@ def blocked_experts(
     activation: Activation,
     *,
     block_rows: int | None = None,
-) -> jax.Array:
+) -> Computed:
     """`experts` in float32 or wider, by sorting slots into blocks of one expert each.
 
     Every block holds its own copy of its expert's matrices, about
@@ -176,7 +195,7 @@ def blocked_experts(
     if block_rows < 1:
         raise ValueError(f"block_rows={block_rows}: choose at least 1, or None")
     if experts_NA.size == 0:
-        return jnp.zeros_like(x_NL, wide(x_NL))
+        return _nothing(x_NL)
     layout = _make_blocks(experts_NA, w_gate_ELF.shape[0], block_rows)
     return _run(x_NL, weights_NA, matrices, activation, *layout, "blocked")
 
@@ -189,12 +208,12 @@ def ragged_experts(
     w_up_ELF: jax.Array,
     w_down_EFL: jax.Array,
     activation: Activation,
-) -> jax.Array:
+) -> Computed:
     """`experts` in float32 or wider, by `jax.lax.ragged_dot` on sorted slots."""
     matrices = w_gate_ELF, w_up_ELF, w_down_EFL
     check(x_NL, experts_NA, weights_NA, *matrices)
     if experts_NA.size == 0:
-        return jnp.zeros_like(x_NL, wide(x_NL))
+        return _nothing(x_NL)
     layout = _make_blocks(experts_NA, w_gate_ELF.shape[0], 1)
     return _run(x_NL, weights_NA, matrices, activation, *layout, "ragged")
 
@@ -209,13 +228,10 @@ def padded_experts(
     activation: Activation,
     *,
     capacity: int,
-) -> tuple[jax.Array, jax.Array]:
+) -> Computed:
     """`experts` in float32 or wider, of at most `capacity` slots of each expert.
 
     An expert drops the last choices, and the last tokens among equal choices.
-
-    Returns:
-      (y_NL, dropped), the latter an int32 count of slots.
     """
     matrices = w_gate_ELF, w_up_ELF, w_down_EFL
     check(x_NL, experts_NA, weights_NA, *matrices)
@@ -226,12 +242,12 @@ def padded_experts(
     kept_E = jnp.minimum(slots.load_G, capacity)
     dropped = jnp.sum(slots.load_G - kept_E, dtype=jnp.int32)
     if experts_NA.size == 0:
-        return jnp.zeros_like(x_NL, wide(x_NL)), dropped
+        return _nothing(x_NL)
     start_E = jnp.arange(E, dtype=jnp.int32) * capacity
     rows = rows_lib.lay_out(slots, start_E, kept_E, E * capacity, N)
     groups = Groups(None, jnp.full(E, capacity, jnp.int32))
-    y_NL = _run(x_NL, weights_NA, matrices, activation, rows, groups, "blocked")
-    return y_NL, dropped
+    made = _run(x_NL, weights_NA, matrices, activation, rows, groups, "blocked")
+    return made._replace(dropped=dropped)
 
 
 def default_block_rows(slots: int, num_experts: int) -> int:
@@ -251,10 +267,20 @@ def _run(x_NL, weights_NA, matrices, activation, rows, groups, implementation):
     w_gate_ELF, w_up_ELF, w_down_EFL = matrices
     x_PL = rows_lib.spread(x_NL, rows)
     hidden_PF = activation(matmul(x_PL, w_gate_ELF), matmul(x_PL, w_up_ELF))
-    out_PL = matmul(hidden_PF.astype(x_NL.dtype), w_down_EFL)
+    hidden_PF = hidden_PF.astype(x_NL.dtype)
+    out_PL = matmul(hidden_PF, w_down_EFL)
     if weights_NA is None:
-        return rows_lib.collect(out_PL, rows).astype(wide(x_NL))
-    return rows_lib.combine(out_PL, weights_NA, rows)
+        y_NL = rows_lib.collect(out_PL, rows).astype(wide(x_NL))
+    else:
+        y_NL = rows_lib.combine(out_PL, weights_NA, rows)
+    used_P1 = (rows.slot_P < rows.row_NA.size)[:, None]
+    return Computed(y_NL, jnp.zeros((), jnp.int32), largest(hidden_PF, used_P1))
+
+
+def _nothing(x_NL: jax.Array) -> Computed:
+    """Of no slots."""
+    zero = jnp.zeros((), x_NL.dtype)
+    return Computed(jnp.zeros_like(x_NL, wide(x_NL)), jnp.zeros((), jnp.int32), zero)
 
 
 def _make_blocks(experts_NA, num_experts: int, R: int) -> tuple[Rows, Groups]:

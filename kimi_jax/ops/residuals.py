@@ -78,23 +78,22 @@ def mix_reference(
     return h_BTD.astype(sources[0].dtype), weights
 
 
-def mean_depth_weights(
+def total_depth_weights(
     weights_SBT: Array, segment_ids_BT: Array | None = None
 ) -> Array:
-    """Mean of the mix weights over the tokens that are not padding, for monitoring.
+    """Sum of the mix weights over the tokens that are not padding, for monitoring.
 
     Args:
       weights_SBT: [S+1, B, T] from `mix_sources`.
       segment_ids_BT: int [B, T], 0 = padding, or None for no padding.
 
     Returns:
-      [S+1]; sums to 1, or to 0 if every token is padding.
+      [S+1] without gradient; its sum is the number of such tokens.
     """
-    if segment_ids_BT is None:
-        return jnp.mean(weights_SBT, axis=(1, 2))
-    real_BT = segment_ids_BT > 0
-    total_S = jnp.sum(jnp.where(real_BT, weights_SBT, 0), axis=(1, 2))
-    return total_S / jnp.maximum(jnp.sum(real_BT), 1)
+    weights_SBT = lax.stop_gradient(weights_SBT)
+    if segment_ids_BT is not None:
+        weights_SBT = jnp.where(segment_ids_BT > 0, weights_SBT, 0)
+    return jnp.sum(weights_SBT, axis=(1, 2))
 
 
 @jax.custom_vjp

@@ -27,12 +27,15 @@ class Routing(NamedTuple):
       cutoff_N: the best biased score that was not chosen (alpha in Kimi K3 report,
         Eq. 13); -inf if every expert was chosen. None for `route_threshold`.
       mask_N: bool, False for padding tokens; None = no padding.
+      refused_N: int32, experts that each token wanted and got no slot for; None where
+        no token can want more than it gets.
     """
 
     experts_NA: jax.Array
     weights_NA: jax.Array
     cutoff_N: jax.Array | None
     mask_N: jax.Array | None
+    refused_N: jax.Array | None = None
 
 
 def router_scores(x_ND: jax.Array, w_DE: jax.Array) -> jax.Array:
@@ -138,7 +141,28 @@ def route_threshold(
     if mask_N is not None:
         used_NA &= mask_N[:, None]
     experts_NA, weights_NA = _weigh(scores_NE, index_NA, used_NA, scale, renormalize)
-    return Routing(experts_NA, weights_NA, None, mask_N)
+    refused_N = jnp.maximum(jnp.sum(margin_NE > 0, axis=1, dtype=jnp.int32) - cap, 0)
+    return Routing(experts_NA, weights_NA, None, mask_N, refused_N)
+
+
+def dropped(routing: Routing, num_experts: int) -> dict[str, jax.Array]:
+    """What a routing left undone, as int32 scalars; padding is not counted.
+
+    Returns:
+      dropped_slots, the pairs of a token and an expert that it wanted but got no slot
+      for; unrouted_tokens, the tokens without any expert.
+    """
+    tokens = routing.experts_NA.shape[0]
+    zeros_N = jnp.zeros(tokens, jnp.int32)
+    refused_N = zeros_N if routing.refused_N is None else routing.refused_N
+    bare_N = jnp.all(routing.experts_NA == num_experts, axis=1)
+    if routing.mask_N is not None:
+        refused_N = jnp.where(routing.mask_N, refused_N, 0)
+        bare_N &= routing.mask_N
+    return {
+        "dropped_slots": jnp.sum(refused_N),
+        "unrouted_tokens": jnp.sum(bare_N, dtype=jnp.int32),
+    }
 
 
 def _weigh(scores_NE, index_NA, used_NA, scale, renormalize):

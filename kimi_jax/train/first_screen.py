@@ -93,7 +93,8 @@ def _run_rows(
         ("kda kernel", f"{kernel}: {why}"),
         (
             "experts",
-            f"{cfg.model.moe.implementation}, {cfg.model.moe.balancing.method}",
+            f"{cfg.model.moe.implementation or 'fastest'}, "
+            f"{cfg.model.moe.balancing.method}",
         ),
         ("tokens", f"{tokens:,} in {train.steps:,} steps"),
         ("FLOPs", flops_row(cfg, device.device_kind)),

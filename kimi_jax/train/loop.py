@@ -11,7 +11,6 @@ import contextlib
 import functools
 import pathlib
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,10 +30,12 @@ from kimi_jax.monitor.prometheus import Exporter
 from kimi_jax.monitor.report import build_report
 from kimi_jax.monitor.tokenizing import tokenizing_lines
 from kimi_jax.train import first_screen, workdir
-from kimi_jax.train.batch import batch_shape, on_mesh
+from kimi_jax.train.alarm import Alarm, Alarmed, stop_message
+from kimi_jax.train.batch import batch_shape
 from kimi_jax.train.checkpoint import Checkpointer
 from kimi_jax.train.evaluate import Evaluator
 from kimi_jax.train.interrupt import Interrupt
+from kimi_jax.train.nonfinite import GuardedStep, go
 from kimi_jax.train.profile import Profiler
 from kimi_jax.train.step import State, init_state, make_train_step, make_transform
 from kimi_jax.train.step_log import StepLog
@@ -66,8 +67,9 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
     """Run `cfg` to its last step in the workdir `path`.
 
     Raises:
-      UserError: the workdir, corpus, checkpoint or mesh does not fit, the loss is not
-        finite, or the run was interrupted. Finished checkpoints stay intact.
+      UserError: the workdir, corpus, checkpoint or mesh does not fit, a step is
+        not finite, an alert says stop, or the run was interrupted. Finished
+        checkpoints stay intact.
     """
     folder = pathlib.Path(path)
     mesh = sharding.make_mesh(cfg)
@@ -167,27 +169,24 @@ def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:
     if first >= last:
         run.progress.note(f"already finished: step {first} of {last}")
         return state
-    rows = sharding.batch_sharding(run.mesh)
-    step_fn, evaluate = _compile(run, state)
+    take_step, evaluate = _compile(run, state)
     log = StepLog(run.cfg, run.data, run.metrics, run.progress, run.mesh)
-    previous = None
+    alarm = Alarm(run.cfg.alerts, run.metrics, run.progress)
     for step, host in enumerate(log.batches(run.data.train, first, last), first + 1):
-        state, metrics = step_fn(state, on_mesh(host, rows))
-        # Looking at the step before lets the device work ahead of the host.
-        _check_finite(run, previous, step - 1)
+        state, metrics = take_step(step, state, host)
         log.add(metrics, host)
-        previous = metrics
         _report_durable(run)
+        alerts = []
         due = {every: step % every == 0 or step == last for every in _intervals(cfg)}
         if due[cfg.log_every] or interrupt.requested:
-            _check_finite(run, metrics, step)
-            log.write(step, metrics, state)
+            take_step.settle(state)
+            alerts = alarm.see(log.write(step, metrics, state))
         if due[cfg.eval_every]:
             with log.aside():
                 record = run.metrics.write("eval", step, **evaluate(state))
             run.progress.update(record, step, last)
-        if due[cfg.checkpoint_every] or interrupt.requested:
-            _check_finite(run, metrics, step)
+        if due[cfg.checkpoint_every] or interrupt.requested or alerts:
+            take_step.settle(state)
             with log.aside():
                 # First the records: a durable step never lacks those that lead to it.
                 run.metrics.flush()
@@ -200,6 +199,10 @@ def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:
                 "saved; the same command resumes it",
                 interrupt.exit_code,
             )
+        if alerts:
+            run.checkpoints.wait()
+            _report_durable(run)
+            raise Alarmed(stop_message(alerts, run.folder))
     run.checkpoints.wait()
     _report_durable(run)
     return state
@@ -219,29 +222,21 @@ def _intervals(cfg: Any) -> set[int]:
     return {cfg.log_every, cfg.eval_every, cfg.checkpoint_every}
 
 
-def _compile(run: _Run, state: State) -> tuple[Callable[..., Any], Evaluator]:
+def _compile(run: _Run, state: State) -> tuple[GuardedStep, Evaluator]:
     """The train step and the evaluation, compiled before the first step is timed."""
     run.progress.note("compiling the train step ...")
     started = time.monotonic()
     rows = sharding.batch_sharding(run.mesh)
     step_fn = jax.jit(make_train_step(run.cfg, run.transform), donate_argnums=0)
-    compiled = step_fn.lower(state, batch_shape(run.cfg.train, rows)).compile()
+    shapes = batch_shape(run.cfg.train, rows)
+    compiled = step_fn.lower(state, shapes, go(run.mesh)).compile()
+    traced = run.profiler.around(compiled, int(state.step))
+    take_step = GuardedStep(
+        traced, run.cfg, run.mesh, run.folder, run.metrics, run.progress
+    )
     evaluate = Evaluator(run.cfg, run.data, rows, state)
     run.progress.note(f"compiled in {time.monotonic() - started:.1f} s")
-    return run.profiler.around(compiled, int(state.step)), evaluate
-
-
-def _check_finite(run: _Run, metrics: Any, step: int) -> None:
-    if metrics is not None and not bool(metrics["finite"]):
-        saved = run.checkpoints.latest_step()
-        raise UserError(
-            f"the loss or gradient of step {step} is not finite "
-            f"(loss {float(metrics['loss'])}, gradient norm "
-            f"{float(metrics['gradient_norm'])}); the step was not applied. "
-            f"The last checkpoint is step {saved}. Lower "
-            "--config.optimizer.learning_rate or --config.optimizer.clip_norm and "
-            "start in a new --workdir"
-        )
+    return take_step, evaluate
 
 
 def _write_sample(run: _Run, state: State) -> None:

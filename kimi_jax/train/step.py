@@ -16,7 +16,7 @@ import optax
 from flax import traverse_util
 
 from kimi_jax import config
-from kimi_jax.modules import transformer
+from kimi_jax.modules import statistics, transformer
 from kimi_jax.ops import balancing
 from kimi_jax.ops.cross_entropy import chunked_cross_entropy
 from kimi_jax.train import optimizer, qk_clip
@@ -52,6 +52,14 @@ class Totals(NamedTuple):
     tokens: jax.Array  # positions that are not padding
 
 
+def count(batch: Batch) -> Totals:
+    """The totals of a whole batch, at least one each."""
+    return Totals(
+        jnp.maximum(jnp.sum(batch.weights_BT), 1.0),
+        jnp.maximum(jnp.sum(batch.segment_ids_BT > 0), 1),
+    )
+
+
 def make_loss(cfg: config.Config) -> Callable[..., tuple[jax.Array, Any]]:
     """(params, balance, batch, totals) -> (loss share, (nats, stats)) of a micro-batch.
 
@@ -67,6 +75,7 @@ def make_loss(cfg: config.Config) -> Callable[..., tuple[jax.Array, Any]]:
             batch.tokens_BT,
             batch.segment_ids_BT,
             remat=cfg.train.remat,
+            observe=True,
             max_logits=cfg.optimizer.qk_clip is not None,
         )
         stats = traverse_util.flatten_dict(out.stats, sep="/")
@@ -99,63 +108,94 @@ def token_losses(
 def make_train_step(
     cfg: config.Config, transform: optax.GradientTransformation
 ) -> Callable[[State, Batch], tuple[State, dict[str, Any]]]:
-    """(state, batch) -> (state, metrics). A step that is not finite changes nothing.
+    """(state, batch, go) -> (state, metrics).
+
+    A step counts as finite if its loss, gradients and updates are; one that is not
+    changes no parameter, moment or bias (see `_without_update`). Without `go` the whole
+    state stays as it is, step number included.
 
     Metrics: loss (nats a predicted token), gradient_norm, predicted (tokens), finite,
     groups (scalars by name: RMS of the gradients and of the updates, and what QK-clip
-    saw; gradients before the clipping, updates with rate and decay), and stats (expert
-    loads, mean depth weights and largest logits by name, still stacked by scan).
+    saw; gradients before the clipping, updates with rate and decay), and stats (what
+    `kimi_jax.modules.statistics` lists, and bias_update, by name, still stacked by
+    scan).
     """
     grad = jax.grad(make_loss(cfg), has_aux=True)
 
-    def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
-        totals = Totals(
-            jnp.maximum(jnp.sum(batch.weights_BT), 1.0),
-            jnp.maximum(jnp.sum(batch.segment_ids_BT > 0), 1),
-        )
+    def train_step(
+        state: State, batch: Batch, go: jax.Array | bool = True
+    ) -> tuple[State, dict[str, Any]]:
+        totals = count(batch)
 
         def of_micro_batch(batch: Batch) -> tuple[Any, Any]:
             """(what adds up over micro-batches, what is listed)."""
             grads, (nats, stats) = grad(state.params, state.balance, batch, totals)
-            listed = {k: stats.pop(k) for k in list(stats) if _is_listed(k)}
-            return (grads, nats, stats), listed
+            summed, listed = statistics.partition(stats)
+            return (grads, nats, summed), listed
 
-        micro = jax.tree.map(lambda x: _split(x, cfg.train.micro_batches), batch)
-        (grads, nats, stats), listed = _sum_scan(of_micro_batch, micro)
+        micro = split(batch, cfg.train.micro_batches)
+        (grads, nats, summed), listed = _sum_scan(of_micro_batch, micro)
+        stats = statistics.combine(summed, listed, totals.tokens)
         updates, opt_state = transform.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        groups = rms_by_group(grads, "gradient_rms")
-        groups |= rms_by_group(updates, "update_rms")
-        max_logits = _max_logits(listed)
+        update_rms = rms_by_group(updates, "update_rms")
+        groups = rms_by_group(grads, "gradient_rms") | update_rms
         if cfg.optimizer.qk_clip is not None:
+            max_logits = _max_logits(stats)
             tau = cfg.optimizer.qk_clip
             params = qk_clip.clip(cfg.model, params, max_logits, tau)
             groups |= qk_clip.summary(max_logits, tau)
         new = State(
             state.step + 1,
             params,
-            _update_balance(cfg.model.moe, state.balance, stats | listed),
+            _update_balance(cfg.model.moe, state.balance, stats),
             opt_state,
         )
         norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(norm) & jnp.isfinite(nats)
-        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+        finite = jnp.isfinite(norm + nats + sum(update_rms.values()))
+        old = _without_update(cfg.train.on_nonfinite, state, new)
         metrics = {
             "loss": nats / totals.predicted,
             "gradient_norm": norm,
             "predicted": totals.predicted,
             "finite": finite,
             "groups": groups,
-            "stats": _monitored(stats, cfg.train.micro_batches) | max_logits,
+            "stats": _monitored(stats) | _bias_updates(state.balance, new.balance),
         }
-        return new, metrics
+        return _choose(go, _choose(finite, new, old), state), metrics
 
     return train_step
 
 
-def _split(x: jax.Array, micro_batches: int) -> jax.Array:
+def _without_update(policy: str, state: State, new: State) -> State:
+    """The state after a step that is not finite.
+
+    "stop": the state before it. "skip": the same, but the step counts, so that the data
+    moves on, and so does the clock of the learning rate, which follows the step.
+    """
+    if policy == "stop":
+        return state
+    is_clock = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
+    moments = jax.tree.map(
+        lambda before, after: after if is_clock(after) else before,
+        state.optimizer,
+        new.optimizer,
+        is_leaf=is_clock,
+    )
+    return state._replace(step=new.step, optimizer=moments)
+
+
+def _choose(condition: jax.Array | bool, a: State, b: State) -> State:
+    return jax.tree.map(lambda x, y: x if x is y else jnp.where(condition, x, y), a, b)
+
+
+def split(batch: Batch, micro_batches: int) -> Batch:
     """[B, ...] -> [micro-batches, rows, ...], every one with rows of every device."""
-    return x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)
+
+    def split_rows(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)
+
+    return jax.tree.map(split_rows, batch)
 
 
 def _sum_scan(function: Callable[[Any], tuple[Any, Any]], xs: Any) -> tuple[Any, Any]:
@@ -174,18 +214,8 @@ def _sum_scan(function: Callable[[Any], tuple[Any, Any]], xs: Any) -> tuple[Any,
     return jax.lax.scan(add, zeros, xs)
 
 
-def _is_listed(name: str) -> bool:
-    concatenated = balancing.reduction(name.rsplit("/", 1)[-1]) == "concat"
-    return concatenated or name.endswith(qk_clip.STATISTIC)
-
-
-def _max_logits(listed: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The largest logits over the micro-batches, of the layers that report them."""
-    return {
-        name: jnp.max(x, axis=0)
-        for name, x in listed.items()
-        if name.endswith(qk_clip.STATISTIC)
-    }
+def _max_logits(stats: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: x for name, x in stats.items() if name.endswith(qk_clip.STATISTIC)}
 
 
 def _update_balance(moe: config.MoE, balance: Any, stats: dict[str, jax.Array]) -> Any:
@@ -208,7 +238,7 @@ def _update_balance(moe: config.MoE, balance: Any, stats: dict[str, jax.Array]) 
     for name, bias_RUE in biases.items():
         prefix = name.removesuffix("bias")
         observed = {
-            key.removeprefix(prefix): _join(x) if _is_listed(key) else x
+            key.removeprefix(prefix): x
             for key, x in stats.items()
             if key.startswith(prefix)
         }
@@ -217,15 +247,13 @@ def _update_balance(moe: config.MoE, balance: Any, stats: dict[str, jax.Array]) 
     return traverse_util.unflatten_dict(biases, sep="/")
 
 
-def _join(x: jax.Array) -> jax.Array:
-    """[micro-batches, ..., N, E] -> [..., micro-batches N, E]."""
-    return jnp.concatenate(list(x), axis=-2)
-
-
-def _monitored(stats: dict[str, jax.Array], micro_batches: int) -> dict[str, jax.Array]:
+def _monitored(stats: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The small statistics, which leave the step."""
-    loads = {k: x for k, x in stats.items() if k.endswith("/load_E")}
-    depth = {
-        k: x / micro_batches for k, x in stats.items() if k.endswith("/depth_weights")
-    }
-    return loads | depth
+    return {name: x for name, x in stats.items() if statistics.is_monitored(name)}
+
+
+def _bias_updates(old: Any, new: Any) -> dict[str, jax.Array]:
+    """{".../moe/bias_update": largest change of a router bias, for each layer}."""
+    move = jax.tree.map(lambda a, b: jnp.max(jnp.abs(b - a), axis=-1), old, new)
+    flat = traverse_util.flatten_dict(move, sep="/")
+    return {f"{name}_update": x for name, x in flat.items()}

@@ -32,6 +32,9 @@ _FREE = (
     "train.eval_",
     "train.checkpoint_",
     "monitor",
+    "train.on_nonfinite",
+    "train.max_skips",
+    "alerts.",
 )
 
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kimi_jax.ops.experts import (
+    Computed,
     blocked_experts,
     choose_experts,
     default_block_rows,
@@ -45,11 +46,11 @@ def value_and_grads(function, args, block_rows=None):
     weight_dtype = rest[0].dtype
 
     def loss(floats):
-        y_NL = function(floats[0], experts_NA, *floats[1:], activation, **options)
+        y_NL = function(floats[0], experts_NA, *floats[1:], activation, **options).y_NL
         cotangent_NL = 2 + jnp.cos(jnp.arange(y_NL.size, dtype=weight_dtype))
         return jnp.sum(y_NL * cotangent_NL.reshape(y_NL.shape), dtype=weight_dtype)
 
-    y_NL = function(x, experts_NA, *rest, activation, **options)
+    y_NL = function(x, experts_NA, *rest, activation, **options).y_NL
     return y_NL, jax.grad(loss)((x, *rest))
 
 
@@ -103,12 +104,12 @@ def test_padded_keeps_the_first_choices_of_an_expert():
     # Expert 0 has two first choices and two second ones, of tokens 2 and 3.
     args = (weights, *matrices, activation)
     run = jax.jit(padded_experts, static_argnames=("activation", "capacity"))
-    got, dropped = run(x, experts_NA, *args, capacity=3)
+    got, dropped, _ = run(x, experts_NA, *args, capacity=3)
     kept_NA = experts_NA.at[3, 1].set(3)
-    expected = dense_experts(x, kept_NA, *args)
+    expected = dense_experts(x, kept_NA, *args).y_NL
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     assert dropped == 1
-    got, dropped = padded_experts(x[:0], experts_NA[:0], None, *args[1:], capacity=3)
+    got, dropped, _ = padded_experts(x[:0], experts_NA[:0], None, *args[1:], capacity=3)
     assert got.shape == (0, 6) and dropped == 0
     with pytest.raises(ValueError, match="capacity=0"):
         padded_experts(x, experts_NA, *args, capacity=0)
@@ -119,7 +120,7 @@ def test_no_weights_means_weights_of_one():
     for name in ("blocked", "dense"):
         run = jax.jit(experts, static_argnames=("activation", "implementation"))
         got, expected = (
-            run(x, experts_NA, w, *matrices, activation, implementation=name)
+            run(x, experts_NA, w, *matrices, activation, implementation=name).y_NL
             for w in (None, jnp.ones_like(weights))
         )
         np.testing.assert_array_equal(got, expected)
@@ -138,6 +139,24 @@ def test_dense_equals_a_loop_over_slots():
                 expected[n] += weights[n, a] * (hidden @ down[e])
         got, _ = value_and_grads(dense_experts, args)
     np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("skip", [0.3, 1.0])
+def test_the_largest_hidden_activation_is_of_used_slots(skip):
+    """cosh(0) = 1: an unused slot would count if it were not masked."""
+
+    def positive(gate, up):
+        return jnp.cosh(gate / 8) + 0 * up
+
+    args = make(13, 3, 4, skip=skip, dtype=np.float32)
+    x, experts_NA, _, gate, _, _ = map(np.asarray, args)
+    used = np.argwhere(experts_NA < 4)
+    want = max(
+        (np.cosh(x[n] @ gate[experts_NA[n, a]] / 8).max() for n, a in used), default=0
+    )
+    for function in (dense_experts, blocked_experts, ragged_experts):
+        got = function(*args, positive).hidden_max
+        np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_a_token_without_experts_is_exactly_zero():
@@ -170,7 +189,7 @@ def test_bfloat16_sums_slots_and_blocks_in_float32():
     wide = [a.astype(np.float32) if a.dtype == jnp.bfloat16 else a for a in args]
     expected = value_and_grads(dense_experts, tuple(wide))
     got = value_and_grads(blocked_experts, args, 4)
-    assert experts(*args, activation).dtype == jnp.bfloat16
+    assert experts(*args, activation).y_NL.dtype == jnp.bfloat16
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         error = np.linalg.norm(np.asarray(a, np.float32) - b) / np.linalg.norm(b)
         assert error < 0.004, error  # two roundings of 2**-9
@@ -195,10 +214,12 @@ def test_shard_map_over_tokens_changes_nothing():
         args = make(64, 2, 5, skip=0.1)
         mesh = Mesh(np.array(jax.devices()), ("data",))
         local = jax.shard_map(
-            lambda *args: blocked_experts(*args, activation, block_rows=4),
+            lambda *args: Computed(
+                blocked_experts(*args, activation, block_rows=4).y_NL, 0, 0
+            ),
             mesh=mesh,
             in_specs=(P("data"),) * 3 + (P(),) * 3,
-            out_specs=P("data"),
+            out_specs=Computed(P("data"), P(), P()),
         )
         expected = value_and_grads(blocked_experts, args, 8)
         got = value_and_grads(lambda *args: local(*args[:-1]), args)
@@ -207,7 +228,7 @@ def test_shard_map_over_tokens_changes_nothing():
 
 def test_work_is_bounded_by_the_slots_not_by_the_experts():
     args = make(64, 4, 512, dtype=np.float32)
-    jaxpr = str(jax.make_jaxpr(lambda a: blocked_experts(*a, activation))(args))
+    jaxpr = str(jax.make_jaxpr(lambda a: blocked_experts(*a, activation).y_NL)(args))
     # 256 slots touch at most 256 experts: 256 blocks of 16 rows, not 512.
     assert "f32[256,16,5]" in jaxpr and "512,16" not in jaxpr
 

@@ -8,9 +8,9 @@ import pytest
 
 from kimi_jax.ops.residuals import (
     inverse_rms,
-    mean_depth_weights,
     mix_reference,
     mix_sources,
+    total_depth_weights,
 )
 
 S, B, T, D = 4, 2, 3, 8
@@ -158,16 +158,16 @@ def test_bfloat16_sources_are_mixed_in_float32():
     np.testing.assert_allclose(np.float64(h), want, rtol=2.0**-8, atol=1e-5)
 
 
-def test_mean_depth_weights_skip_padding():
+def test_total_depth_weights_skip_padding():
     weights = np.random.default_rng(0).dirichlet(np.ones(S + 1), size=(B, T))
     weights = np.moveaxis(weights, -1, 0)
     ids = np.int32([[1, 1, 0], [0, 2, 2]])
-    got = mean_depth_weights(weights, jnp.asarray(ids))
-    np.testing.assert_allclose(got, weights[:, ids > 0].mean(-1), rtol=1e-14)
-    np.testing.assert_allclose(got.sum(), 1, rtol=1e-14)
-    got = mean_depth_weights(jnp.asarray(weights))
-    np.testing.assert_allclose(got, weights.mean((1, 2)), rtol=1e-14)
-    assert not np.any(mean_depth_weights(weights, jnp.zeros((B, T), jnp.int32)))
+    got = total_depth_weights(weights, jnp.asarray(ids))
+    np.testing.assert_allclose(got, weights[:, ids > 0].sum(-1), rtol=1e-14)
+    np.testing.assert_allclose(got.sum(), 4, rtol=1e-14)
+    got = total_depth_weights(jnp.asarray(weights))
+    np.testing.assert_allclose(got, weights.sum((1, 2)), rtol=1e-14)
+    assert not np.any(total_depth_weights(weights, jnp.zeros((B, T), jnp.int32)))
 
 
 def test_bad_arguments_are_named():

@@ -8,7 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.ops.routing import route_threshold, route_top_k, router_scores
+from kimi_jax.ops.routing import (
+    dropped,
+    route_threshold,
+    route_top_k,
+    router_scores,
+)
 
 N, E = 40, 7
 RNG = np.random.default_rng(0)
@@ -174,3 +179,14 @@ def test_a_token_over_no_threshold_has_finite_gradients():
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_dropped_slots_and_bare_tokens_by_loops():
+    """Thresholds that leave some tokens nothing and others more than the cap."""
+    over_E = np.linspace(0.5, 0.95, E)
+    got = dropped(threshold(SCORES, over_E, cap=2, scale=1.0, mask_N=MASK), E)
+    wanted = [(SCORES[n] > over_E).sum() for n in range(N) if MASK[n]]
+    assert got["dropped_slots"] == sum(max(count - 2, 0) for count in wanted) > 0
+    assert got["unrouted_tokens"] == wanted.count(0) > 0
+    got = dropped(top_k(SCORES, BIAS, active=2, scale=1.0, mask_N=MASK), E)
+    assert got["dropped_slots"] == got["unrouted_tokens"] == 0

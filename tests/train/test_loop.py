@@ -14,7 +14,9 @@ from kimi_jax.data import loader
 from kimi_jax.errors import UserError
 from kimi_jax.monitor.metrics import read_metrics
 from kimi_jax.train import checkpoint_files, loop, workdir
+from kimi_jax.train.alarm import Alarmed
 from kimi_jax.train.checkpoint_files import CheckpointError
+from kimi_jax.train.nonfinite import NonFinite
 from tests import tiny
 
 # What a run does around its steps does not depend on the model, so most tests take one
@@ -158,18 +160,41 @@ def test_a_workdir_belongs_to_one_run(run, tmp_path):
         run("file")
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(run, tmp_path):
+def test_an_update_that_overflows_is_not_applied(run, tmp_path):
+    """Loss and gradient of step 1 are fine; its parameters would not be."""
+    with pytest.raises(NonFinite, match=r"step 1 is not finite.*was not applied") as e:
+        run("nan", "optimizer.learning_rate=1e30", "train.checkpoint_every=1")
+    assert "It began in the optimizer's update of " in str(e.value)
+    assert not any((tmp_path / "nan" / "checkpoints").iterdir())
+
+
+def test_an_alert_can_stop_a_run_which_goes_on_when_asked_again(run, tmp_path):
+    """Two of four experts are used: with the limit above that, entropy is low."""
     overrides = (
-        "optimizer.learning_rate=1e30",
-        "train.steps=20",
-        "train.checkpoint_every=1",
+        "model.ffn.num_dense_layers=0",
+        "model.moe.num_experts=8",
+        "model.moe.balancing.method=none",
+        "alerts.load_entropy=0.9999999",
+        "alerts.stop=load_entropy",
+        "train.checkpoint_every=4",
     )
-    with pytest.raises(UserError, match=r"step \d+ is not finite.*was not applied"):
-        run("nan", *overrides)
-    # The checkpoint before it is whole, and finite.
-    arrays = stored(tmp_path / "nan")
-    assert int(arrays["step"]) >= 1
-    assert all(np.isfinite(x).all() for x in arrays.values())
+    with pytest.raises(Alarmed, match=r"load entropy down to .*: layer 0"):
+        run("alert", *overrides)
+    workdir = tmp_path / "alert"
+    assert int(stored(workdir)["step"]) == 1
+    # The condition still holds after the resume: it is not news, and stops nothing.
+    run("alert", *overrides)
+    records = read_metrics(workdir / "metrics.jsonl")
+    raised = [r for r in records if r.get("name") == "load_entropy"]
+    assert [(r["kind"], r["step"]) for r in raised] == [("alert", 1)]
+    assert (
+        "| 1 | load_entropy | load entropy down" in (workdir / "report.md").read_text()
+    )
+    last = [r for r in records if r["kind"] == "train"][-1]
+    assert last["step"] == 4 and last["loss_max"] == pytest.approx(last["loss"])
+    assert 0 <= last["data_wait_share"] <= 1 and last["skipped"] == 0
+    assert last["groups"]["update_rms/gqa"] > 0
+    assert last["layers"]["moe/bias_update"] == [0.0]
 
 
 @pytest.mark.parametrize(

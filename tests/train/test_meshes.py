@@ -31,6 +31,8 @@ CONFIG = (
     "model.num_layers=2",
     "model.attention=kda,mla",
     "model.residual.block_size=1",
+    "model.moe.num_experts=8",
+    "model.moe.capacity_factor=8",  # drops would be another step
     "train.batch_size=8",
 )
 

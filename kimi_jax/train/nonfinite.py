@@ -1,0 +1,141 @@
+"""What a run does about a step whose loss, gradient or update is not finite.
+
+The compiled step never applies it. This file notices it, keeps the evidence and follows
+`config.train.on_nonfinite`:
+
+    stop   the run ends; what is on disk is the last checkpoint
+    skip   the step counts as done with nothing learned, and the next batch follows;
+           more than `max_skips` in a row end the run
+
+Looking at a result waits for the device, so the host looks one step late, while the
+device works on the next one. That one is told (`go`) whether the step before it was
+finite and otherwise holds still: the state that the host then sees is the state that
+the bad step began with, and the search for the cause is exact.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from kimi_jax import sharding
+from kimi_jax.config import Config
+from kimi_jax.data import loader
+from kimi_jax.errors import UserError
+from kimi_jax.monitor import metrics
+from kimi_jax.monitor.console import Progress
+from kimi_jax.train.batch import on_mesh
+from kimi_jax.train.forensics import explain
+from kimi_jax.train.step import State
+
+FOLDER = "nonfinite"  # of the workdir; one file for each bad batch
+ALERT = "nonfinite"
+_CALM = (
+    "lower --config.optimizer.learning_rate or --config.optimizer.clip_norm in a new "
+    "--workdir"
+)
+
+
+class NonFinite(UserError):
+    """A step was not finite, and the policy says stop."""
+
+
+class _Taken(NamedTuple):
+    """A step whose result has not been looked at."""
+
+    step: int
+    metrics: Any
+    host: loader.Batch
+
+
+class GuardedStep:
+    """(step, state, host batch) -> (state, metrics); raises NonFinite a step late."""
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        cfg: Config,
+        mesh: jax.sharding.Mesh,
+        folder: pathlib.Path,
+        writer: metrics.MetricsWriter,
+        progress: Progress,
+    ):
+        self._compiled, self._cfg, self._folder = compiled, cfg, folder
+        self._rows = sharding.batch_sharding(mesh)
+        self._go = go(mesh)
+        self._writer, self._progress = writer, progress
+        self._last: _Taken | None = None
+        self._skipped = {  # steps; a resumed run goes on counting
+            record["step"]
+            for record in metrics.iter_metrics(writer.path)
+            if record["kind"] == "alert" and record.get("name") == ALERT
+        }
+
+    def __call__(
+        self, step: int, state: State, host: loader.Batch
+    ) -> tuple[State, dict[str, Any]]:
+        batch = on_mesh(host, self._rows)
+        go = self._go if self._last is None else self._last.metrics["finite"]
+        state, metrics = self._compiled(state, batch, go)
+        if self.settle(state):
+            # This step held still because the one before it was skipped.
+            state, metrics = self._compiled(state, batch, self._go)
+        self._last = _Taken(step, metrics, host)
+        return state, metrics
+
+    def settle(self, state: State) -> bool:
+        """Look at the last step now. Returns whether it was skipped.
+
+        Raises:
+          NonFinite: it was not finite, and may not be skipped.
+        """
+        last, self._last = self._last, None
+        if last is None or bool(last.metrics["finite"]):
+            return False
+        self._skipped.add(last.step)
+        file = self._save(last)
+        cause = explain(
+            self._cfg, state, on_mesh(last.host, self._rows), last.metrics["groups"]
+        )
+        loss, norm = (float(last.metrics[name]) for name in ("loss", "gradient_norm"))
+        message = (
+            f"step {last.step} is not finite (loss {loss}, gradient norm {norm}) and "
+            f"was not applied. It began in {cause}. Its batch is in {file}"
+        )
+        self._writer.write("alert", last.step, name=ALERT, message=message)
+        self._progress.warn(message)
+        self._decide(last.step, message)
+        return True
+
+    def _decide(self, step: int, message: str) -> None:
+        train = self._cfg.train
+        if train.on_nonfinite == "stop":
+            raise NonFinite(
+                f"{message}\n{_CALM}, or leave such batches out, from the last "
+                "checkpoint on, with --config.train.on_nonfinite=skip"
+            )
+        in_a_row = 0
+        while step - in_a_row in self._skipped:
+            in_a_row += 1
+        if in_a_row > train.max_skips:
+            raise NonFinite(
+                f"{message}\n{in_a_row} steps in a row, more than config.train."
+                f"max_skips={train.max_skips}: it is not the batch; {_CALM}"
+            )
+
+    def _save(self, taken: _Taken) -> pathlib.Path:
+        folder = self._folder / FOLDER
+        folder.mkdir(exist_ok=True)
+        path = folder / f"step_{taken.step:08d}.npz"
+        arrays: dict[str, Any] = {"step": taken.step, **taken.host}
+        np.savez_compressed(path, **arrays)
+        return path
+
+
+def go(mesh: jax.sharding.Mesh) -> jax.Array:
+    """True on every device, as the compiled step takes it."""
+    return jax.device_put(np.True_, sharding.replicated(mesh))
