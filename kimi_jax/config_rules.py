@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from kimi_jax import sharding
 from kimi_jax.config import (
     Alerts,
     Balancing,
@@ -40,6 +41,8 @@ def check(config: Config) -> list[str]:
     problems += _alerts(config.alerts)
     problems += _optimizer(config.optimizer, kinds)
     problems += _data(config)
+    if not problems and -1 not in dataclasses.astuple(config.mesh):
+        problems += sharding.misfits(config, dataclasses.asdict(config.mesh))
     problems += _mixtures(config.data)
     problems += _cluster(config.cluster)
     problems += _monitor(config)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from kimi_jax import accounting, canonical, flops, hardware, hlo, sharding
 from kimi_jax.config import Config
 from kimi_jax.train.program import lower_train_step, state_shape
+from kimi_jax.train.step import make_transform
 
 
 class Share(NamedTuple):
@@ -80,7 +81,8 @@ class Plan(NamedTuple):
 def make_plan(cfg: Config, mesh: Mesh) -> Plan:
     """Compile the train step of `cfg` for `mesh`; nothing is allocated on a device."""
     started = time.monotonic()
-    lowered = lower_train_step(cfg, mesh)
+    transform = make_transform(cfg)
+    lowered = lower_train_step(cfg, mesh, transform)
     lowered_at = time.monotonic()
     compiled = lowered.compile()
     done = time.monotonic()
@@ -117,7 +119,7 @@ def make_plan(cfg: Config, mesh: Mesh) -> Plan:
 
 def shares(cfg: Config, mesh: Mesh) -> list[Share]:
     """What each part of the model keeps on one device between steps."""
-    state = state_shape(cfg, mesh)
+    state = state_shape(cfg, mesh, make_transform(cfg))
     found: dict[str, list[int]] = {}
     for which, tree in enumerate((state.params, state.optimizer)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -150,7 +152,7 @@ def _roofline(
 def _state_and_weight_bytes(cfg: Config, mesh: Mesh, passes: int) -> float:
     """Bytes of weights that a device reads in a step, and of state that it rewrites."""
     kept = sum(share.parameters + share.optimizer for share in shares(cfg, mesh))
-    state = state_shape(cfg, mesh)
+    state = state_shape(cfg, mesh, make_transform(cfg))
     width = jax.numpy.dtype(cfg.model.dtype).itemsize
     weights = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):

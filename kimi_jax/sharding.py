@@ -204,7 +204,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, spec("rows", "time"))
 
 
-def row_shards(mesh: Mesh | AbstractMesh) -> int:
+def row_shards(mesh: Mesh) -> int:
     """Into how many parts the rows of a batch are split."""
     return math.prod(mesh.shape[axis] for axis in ROWS)
 

@@ -44,7 +44,12 @@ def test_all_problems_are_reported_at_once():
         ("model.gqa.num_kv_heads=3", "not divisible"),
         ("model.moe.latent_width=none", "needs latent_width"),
         ("model.width=0", "must be at least 1"),
-        ("mesh.data=3", "does not divide the 4 rows"),
+        (
+            "mesh.data=3",
+            "data=3 * fsdp=1 * expert=1 does not divide train.batch_size / micro",
+        ),
+        ("mesh.tensor=3", "tensor=3 does not divide model.kda.num_heads = 2; try "),
+        ("mesh.tensor=0", "a number of devices, or -1 for the rest"),
         ("data.validation_fraction=1.0", "between 0 and 1"),
         ("data.packing=best", "did you mean 'best_fit'?"),
         ("data.strata=512,512", "must be at least 1 and increase, such as (512,)"),

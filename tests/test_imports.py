@@ -34,8 +34,10 @@ OURS = {
         "kimi_jax.layout",
         "kimi_jax.modules",
         "kimi_jax.ops",
+        "kimi_jax.sharding",
         "pallas_kernels",
     },
+    "kimi_jax.sharding": {"kimi_jax.canonical", "kimi_jax.config", "kimi_jax.errors"},
     "experiments": set(PACKAGES),
 }
 # Packages of others; where a name has no entry, any dependency will do.

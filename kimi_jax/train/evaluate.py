@@ -45,12 +45,13 @@ class Evaluator:
         self,
         cfg: Config,
         data: loader.Data,
-        rows: jax.sharding.NamedSharding,
+        mesh: jax.sharding.Mesh,
         state: State,
     ):
-        self._rows, self._train_length = rows, cfg.train.seq_len
+        self._rows = sharding.batch_sharding(mesh)
+        self._train_length = cfg.train.seq_len
         self._lengths = [
-            _prepare(cfg, data, rows, state, multiple)
+            _prepare(cfg, data, mesh, state, multiple)
             for multiple in cfg.train.eval_length_multiples
         ]
 
@@ -169,14 +170,16 @@ def _loss(sums: Sums, chosen_P: np.ndarray, prefix: str) -> dict[str, Any]:
 def _prepare(
     cfg: Config,
     data: loader.Data,
-    rows: jax.sharding.NamedSharding,
+    mesh: jax.sharding.Mesh,
     state: State,
     multiple: int,
 ) -> _Length:
     length = cfg.train.seq_len * multiple
-    batch_size = rows_at(cfg.train, multiple, sharding.row_shards(rows.mesh))
+    batch_size = rows_at(cfg.train, multiple, sharding.row_shards(mesh))
     upto_P = position_bins(cfg.train.seq_len, length)
     step = jax.jit(make_eval_step(cfg, upto_P, data.tokenizer.bytes_per_token))
     shape = dataclasses.replace(cfg.train, batch_size=batch_size, seq_len=length)
-    compiled = step.lower(state, batch_shape(shape, rows)).compile()
+    rows = sharding.batch_sharding(mesh)
+    with jax.set_mesh(mesh):
+        compiled = step.lower(state, batch_shape(shape, rows)).compile()
     return _Length(length, data.validation.at(length, batch_size), compiled, upto_P)

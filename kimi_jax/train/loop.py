@@ -31,13 +31,13 @@ from kimi_jax.monitor.report import build_report
 from kimi_jax.monitor.tokenizing import tokenizing_lines
 from kimi_jax.train import first_screen, workdir
 from kimi_jax.train.alarm import Alarm, Alarmed, stop_message
-from kimi_jax.train.batch import batch_shape
 from kimi_jax.train.checkpoint import Checkpointer
 from kimi_jax.train.evaluate import Evaluator
 from kimi_jax.train.interrupt import Interrupt
-from kimi_jax.train.nonfinite import GuardedStep, go
+from kimi_jax.train.nonfinite import GuardedStep
 from kimi_jax.train.profile import Profiler
-from kimi_jax.train.step import State, init_state, make_train_step, make_transform
+from kimi_jax.train.program import lower_train_step, state_shape
+from kimi_jax.train.step import State, init_state, make_transform
 from kimi_jax.train.step_log import StepLog
 
 
@@ -136,19 +136,15 @@ def _first_state(
     progress: Progress,
 ) -> State:
     """A fresh state on the mesh, or the newest checkpoint's."""
-    where = sharding.replicated(mesh)
+    shapes = state_shape(cfg, mesh, transform)
     step = checkpoints.latest_step()
     if step is not None:
         progress.note(f"restoring the checkpoint of step {step} ...")
-        template = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-            jax.eval_shape(lambda: init_state(cfg, transform)),
-        )
-        return checkpoints.restore(template, progress.note)
+        return checkpoints.restore(shapes, progress.note)
     progress.note("initialising parameters ...")
     init = jax.jit(
         lambda: init_state(cfg, transform),
-        out_shardings=where,
+        out_shardings=jax.tree.map(lambda x: x.sharding, shapes),
         compiler_options=_compile_fast(mesh),
     )
     return init()
@@ -226,15 +222,12 @@ def _compile(run: _Run, state: State) -> tuple[GuardedStep, Evaluator]:
     """The train step and the evaluation, compiled before the first step is timed."""
     run.progress.note("compiling the train step ...")
     started = time.monotonic()
-    rows = sharding.batch_sharding(run.mesh)
-    step_fn = jax.jit(make_train_step(run.cfg, run.transform), donate_argnums=0)
-    shapes = batch_shape(run.cfg.train, rows)
-    compiled = step_fn.lower(state, shapes, go(run.mesh)).compile()
+    compiled = lower_train_step(run.cfg, run.mesh, run.transform).compile()
     traced = run.profiler.around(compiled, int(state.step))
     take_step = GuardedStep(
         traced, run.cfg, run.mesh, run.folder, run.metrics, run.progress
     )
-    evaluate = Evaluator(run.cfg, run.data, rows, state)
+    evaluate = Evaluator(run.cfg, run.data, run.mesh, state)
     run.progress.note(f"compiled in {time.monotonic() - started:.1f} s")
     return take_step, evaluate
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 
 from kimi_jax import sharding
 from kimi_jax.config import Config
 from kimi_jax.train.batch import batch_shape
-from kimi_jax.train.step import State, init_state, make_train_step, make_transform
+from kimi_jax.train.step import State, init_state, make_train_step
 
 
-def state_shape(cfg: Config, mesh: Mesh) -> State:
+def state_shape(
+    cfg: Config, mesh: Mesh, transform: optax.GradientTransformation
+) -> State:
     """Shapes, dtypes and shardings of the training state."""
-    shapes = jax.eval_shape(lambda: init_state(cfg, make_transform(cfg)))
+    shapes = jax.eval_shape(lambda: init_state(cfg, transform))
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
         shapes,
@@ -23,15 +27,19 @@ def state_shape(cfg: Config, mesh: Mesh) -> State:
     )
 
 
-def lower_train_step(cfg: Config, mesh: Mesh) -> Any:
-    """The step on `mesh`, lowered: (state, batch) -> (state, metrics), in place."""
-    state = state_shape(cfg, mesh)
+def lower_train_step(
+    cfg: Config, mesh: Mesh, transform: optax.GradientTransformation
+) -> Any:
+    """The step on `mesh`, lowered: (state, batch, go) -> (state, metrics), in place."""
+    state = state_shape(cfg, mesh, transform)
     where = jax.tree.map(lambda x: x.sharding, state)
+    everywhere = sharding.replicated(mesh)
     step = jax.jit(
-        make_train_step(cfg, make_transform(cfg)),
+        make_train_step(cfg, transform),
         donate_argnums=0,
-        out_shardings=(where, sharding.replicated(mesh)),
+        out_shardings=(where, everywhere),
     )
+    batch = batch_shape(cfg.train, sharding.batch_sharding(mesh))
+    go = jax.ShapeDtypeStruct((), jnp.bool_, sharding=everywhere)
     with jax.set_mesh(mesh):
-        batch = batch_shape(cfg.train, sharding.batch_sharding(mesh))
-        return step.lower(state, batch)
+        return step.lower(state, batch, go)

@@ -30,7 +30,7 @@ OVERRIDES = (
 
 @pytest.fixture(scope="module")
 def case():
-    """(cfg, data, rows, state): documents of up to 90 tokens."""
+    """(cfg, data, mesh, state): documents of up to 90 tokens."""
     cfg = tiny.make(*OVERRIDES)
     rng = np.random.default_rng(0)
     texts = [bytes(rng.integers(97, 123, size)) for size in rng.integers(5, 90, 40)]
@@ -38,12 +38,12 @@ def case():
     variables = tiny.variables(cfg.model)
     step = jnp.zeros((), jnp.int32)
     state = State(step, variables["params"], variables["balance"], ())
-    return cfg, data, sharding.batch_sharding(sharding.make_mesh(cfg)), state
+    return cfg, data, sharding.make_mesh(cfg), state
 
 
 def reference(case, length: int, batch_size: int, edges: tuple[int, ...]):
     """{bin edge: (nats, tokens)} and bytes of text, token by token."""
-    cfg, data, rows, state = case
+    cfg, data, mesh, state = case
     variables = {"params": state.params, "balance": state.balance}
     batches = data.validation.at(length, batch_size)
 
@@ -56,7 +56,9 @@ def reference(case, length: int, batch_size: int, edges: tuple[int, ...]):
     nats, tokens, num_bytes = {}, {}, 0
     for i in range(len(batches)):
         host = batches[i]
-        loss_BT = np.asarray(losses(on_mesh(host, rows)), np.float64)
+        loss_BT = np.asarray(
+            losses(on_mesh(host, sharding.batch_sharding(mesh))), np.float64
+        )
         for row in range(batch_size):
             position, before = 0, 0
             for t in range(length):
@@ -74,9 +76,9 @@ def reference(case, length: int, batch_size: int, edges: tuple[int, ...]):
 
 @pytest.mark.slow
 def test_losses_by_position(case):
-    cfg, data, rows, state = case
+    cfg, data, mesh, state = case
     before = jax.tree.map(np.asarray, state)
-    record = Evaluator(cfg, data, rows, state)(state)
+    record = Evaluator(cfg, data, mesh, state)(state)
     jax.tree.map(np.testing.assert_array_equal, before, state)
 
     assert list(record["lengths"]) == ["24", "96"]

@@ -202,7 +202,7 @@ def test_an_alert_can_stop_a_run_which_goes_on_when_asked_again(run, tmp_path):
     [
         (("data.sources=/does/not/exist",), "/does/not/exist"),
         (("model.vocab_size=100",), "tokenizer has 272 tokens"),
-        (("mesh.data=64", "train.batch_size=64"), "only 8 cpu devices"),
+        (("mesh.data=64", "train.batch_size=64"), "data=64 on 8 cpu devices"),
         (("data.tokenizer=nowhere.json",), "no such file; write 'bytes'"),
     ],
 )

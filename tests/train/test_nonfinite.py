@@ -89,7 +89,7 @@ def test_an_operation_that_overflows_is_named_with_its_line():
     name = "layer_002/attention/mla/kv_b"
     text = explain(state_with(name, lambda x: np.full_like(x, 3e38)))
     assert text.startswith("the forward pass of layer_002/attention: first bad is ")
-    assert "dot_general at kimi_jax/modules/mla.py:" in text
+    assert "dot_general at kimi_jax/modules/attend.py:" in text
 
 
 def test_a_bad_gradient_is_named_where_it_comes_first(monkeypatch):
