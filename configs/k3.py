@@ -28,7 +28,13 @@ def get_config():
         num_heads=96, key_dim=128, value_dim=128, gate_rank=128, chunk_size=64
     )
     model.mla.update(
-        num_heads=96, q_rank=1536, kv_rank=512, nope_dim=128, pe_dim=64, value_dim=128
+        num_heads=96,
+        q_rank=1536,
+        kv_rank=512,
+        nope_dim=128,
+        pe_dim=64,
+        value_dim=128,
+        block_size=512,
     )
     model.gqa.update(num_heads=96, num_kv_heads=8, head_dim=128)
     model.ffn.width = 33792
@@ -43,7 +49,8 @@ def get_config():
     model.residual.block_size = 12.0
     config.optimizer.learning_rate = 2e-4
     config.train.update(
-        steps=500_000, batch_size=2048, seq_len=8192, micro_batches=8, remat="nested"
+        steps=500_000, batch_size=2048, seq_len=8192, micro_batches=4, remat="nested"
     )
-    config.mesh.data = -1
+    # 4,096 devices, such as a v5p:16x16x16 (docs/plans.md).
+    config.mesh.update(fsdp=8, expert=64, tensor=8)
     return config

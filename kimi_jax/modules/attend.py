@@ -7,6 +7,7 @@ reported where they are asked for.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,29 +48,9 @@ def attend(
       options: scale and block_size.
     """
     with_max = module.is_mutable_collection(MAX_LOGITS)
-    axis = islands.axis_if_split("context")
-    num_latents = len(latents)
-
-    def local(q_BTHK: jax.Array, ids_BT: jax.Array | None, *rest: jax.Array) -> Any:
-        own, own_weights = rest[:num_latents], rest[num_latents:]
-        if axis is None:
-            k_BTGK, v_BTGV = expand(own_weights, own)
-            run = (
-                attention.attention_with_max_logits if with_max else attention.attention
-            )
-            result = run(q_BTHK, k_BTGK, v_BTGV, segment_ids_BT=ids_BT, **options)
-        else:
-            result = _over_time(
-                q_BTHK, own, expand, own_weights, ids_BT, axis, with_max, options
-            )
-        if not with_max:
-            return result
-        o_BTHV, max_logit_H = result
-        return o_BTHV, _over_rows(max_logit_H)
-
     heads = ("rows", "time", "heads", None)
-    found = islands.island(
-        local,
+    o_BTHV, max_logit_H = islands.island(
+        functools.partial(_local, len(latents), expand, with_max, options),
         q_BTHK,
         segment_ids_BT,
         *latents,
@@ -80,13 +61,42 @@ def attend(
             *latent_axes,
             *weight_axes,
         ),
-        outputs=(heads, ("heads",)) if with_max else heads,
+        outputs=(heads, ("heads",)),
     )
-    if not with_max:
-        return found
-    o_BTHV, max_logit_H = found
-    parameters.sow_stat(module, "max_logit_H", max_logit_H)
+    if with_max:
+        parameters.sow_stat(module, "max_logit_H", max_logit_H)
     return o_BTHV
+
+
+def _local(
+    num_latents: int,
+    expand: Expand,
+    with_max: bool,
+    options: dict[str, Any],
+    q_BTHK: jax.Array,
+    ids_BT: jax.Array | None,
+    *rest: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """o_BTHV and max_logit_H, zeros if not asked for, of a device's heads and time."""
+    latents, weights = rest[:num_latents], rest[num_latents:]
+    axis = islands.axis_if_split("context")
+    if axis is not None:
+        result = _over_time(
+            q_BTHK, latents, expand, weights, ids_BT, axis, with_max, options
+        )
+    else:
+        k_BTGK, v_BTGV = expand(weights, latents)
+        run: Callable[..., Any] = attention.attention
+        if with_max:
+            run = attention.attention_with_max_logits
+        result = run(q_BTHK, k_BTGK, v_BTGV, segment_ids_BT=ids_BT, **options)
+    if not with_max:
+        return result, jnp.zeros(q_BTHK.shape[2], jnp.float32)
+    o_BTHV, max_logit_H = result
+    if sharding.context_mesh() is not None:
+        # The maximum over the devices that hold other rows.
+        max_logit_H = jax.lax.pmax(max_logit_H, sharding.ROWS)
+    return o_BTHV, max_logit_H
 
 
 def _over_time(
@@ -116,13 +126,6 @@ def _over_time(
         segment_ids_BT=ids_BT,
         **options,
     )
-
-
-def _over_rows(max_logit_H: jax.Array) -> jax.Array:
-    """The maximum over the devices that hold other rows."""
-    if sharding.context_mesh() is None:
-        return max_logit_H
-    return jax.lax.pmax(max_logit_H, sharding.ROWS)
 
 
 def keys_and_values(
