@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kimi_jax import config
@@ -89,9 +91,15 @@ def make_mesh(cfg: config.Config, devices: Sequence[Any] | None = None) -> Mesh:
     if problems:
         raise UserError("the mesh does not fit:\n  " + "\n  ".join(problems))
     types = (AxisType.Auto,) * len(AXES)
-    count = math.prod(sizes.values())
     shape = tuple(sizes[axis] for axis in AXES)
-    return jax.make_mesh(shape, AXES, axis_types=types, devices=devices[:count])
+    used = devices[: math.prod(shape)]
+    grid = np.array(used).reshape(shape)
+    if used[0].platform == "tpu":
+        # Axes on neighbouring chips, even where one has to share a side of the torus.
+        grid = mesh_utils.create_device_mesh(
+            shape, used, allow_split_physical_axes=True
+        )
+    return Mesh(grid, AXES, axis_types=types)
 
 
 def _fill(mesh: config.Mesh, devices: Sequence[Any]) -> dict[str, int]:
