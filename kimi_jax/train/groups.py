@@ -28,4 +28,5 @@ def rms_by_group(tree: Any, prefix: str) -> dict[str, jax.Array]:
         square = jnp.sum(jnp.square(leaf.astype(jnp.float32)))
         squares[name] = squares.get(name, jnp.float32(0)) + square
         sizes[name] = sizes.get(name, 0) + leaf.size
-    return {name: jnp.sqrt(squares[name] / sizes[name]) for name in squares}
+    # As floats: the experts of K3 are more than an int32 counts.
+    return {name: jnp.sqrt(squares[name] / float(sizes[name])) for name in squares}
