@@ -7,14 +7,30 @@ Expect:   2,779.48 B text parameters, 104.19 B active.
 
 Every model field is the released one. The report does not publish the peak learning
 rate, the batch or the number of tokens: those below are placeholders of the usual size.
+
+`configs/k3.py:length=65536` trains on longer rows, with a mesh for them: 4,096 devices
+such as a v5p:16x16x16 in any case (docs/plans.md).
 """
 
 from configs import common
 
+# Rows, micro-batches and mesh by the tokens of a row: 8,192 or 16,384 on a device.
+STAGES = {
+    8192: (2048, 4, {"fsdp": 8, "expert": 64, "context": 1, "tensor": 8}),
+    65536: (256, 4, {"fsdp": 8, "expert": 8, "context": 8, "tensor": 8}),
+    1048576: (16, 2, {"fsdp": 8, "expert": 1, "context": 64, "tensor": 8}),
+}
 
-def get_config():
+
+def get_config(arg=""):
+    length = common.parse_arg(arg, length=8192)["length"]
+    if length not in STAGES:
+        raise ValueError(
+            f"length={length}: choose one of {', '.join(map(str, STAGES))}"
+        )
+    rows, micro_batches, mesh = STAGES[length]
     config = common.base()
-    config.name = "k3"
+    config.name = "k3" if length == 8192 else f"k3_{length}"
     model = config.model
     model.vocab_size = 163840
     model.width = 7168
@@ -49,8 +65,11 @@ def get_config():
     model.residual.block_size = 12.0
     config.optimizer.learning_rate = 2e-4
     config.train.update(
-        steps=500_000, batch_size=2048, seq_len=8192, micro_batches=4, remat="nested"
+        steps=500_000,
+        batch_size=rows,
+        seq_len=length,
+        micro_batches=micro_batches,
+        remat="nested",
     )
-    # 4,096 devices, such as a v5p:16x16x16 (docs/plans.md).
-    config.mesh.update(fsdp=8, expert=64, tensor=8)
+    config.mesh.update(mesh)
     return config

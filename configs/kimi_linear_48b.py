@@ -56,5 +56,5 @@ def get_config():
     config.train.update(
         steps=340_000, batch_size=1024, seq_len=4096, micro_batches=4, remat="unit"
     )
-    config.mesh.data = -1
+    config.mesh.update(data=1, fsdp=-1)
     return config

@@ -1,12 +1,13 @@
 """Every experiment file builds, says what it is for, and K3 has its published size."""
 
 import dataclasses
+import math
 import pathlib
 import runpy
 
 import pytest
 
-from kimi_jax import accounting, config_io, layout
+from kimi_jax import accounting, config_io, layout, sharding
 
 FILES = sorted(
     path
@@ -32,6 +33,15 @@ def test_every_file_builds_and_says_what_it_is_for(path):
     assert layout.plan(config.model)
     for word in ("Question:", "Command:", "Cost:", "Expect:"):
         assert word in module["__doc__"], f"{path} does not say {word}"
+
+
+@pytest.mark.parametrize("length", [8192, 65536, 1048576])
+def test_k3_has_a_mesh_for_each_length(length):
+    config = load("k3", f"length={length}")
+    sizes = dataclasses.asdict(config.mesh)
+    assert math.prod(sizes.values()) == 4096 and config.train.seq_len == length
+    assert not sharding.misfits(config, sizes)
+    assert config.train.batch_size * length == 2**24
 
 
 def test_k3_has_its_published_size():
