@@ -45,6 +45,7 @@ def get_config(arg: str = "depth=12"):
         nope_dim=128,
         pe_dim=64,
         value_dim=128,
+        block_size=512,
     )
     model.gqa.update(num_heads=heads, num_kv_heads=1, head_dim=128)
     model.ffn.width = scaled(33792, 64)
