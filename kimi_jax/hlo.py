@@ -96,7 +96,7 @@ class _Counter:
             instructions = self._computations.get(name, {})
             for instruction in instructions.values():
                 totals = _add(totals, self._of(instruction, instructions))
-            self._done[name] = totals
+            self._done[name] = _as_scatter(totals) if _scatters(name) else totals
         return self._done[name]
 
     def _of(
@@ -315,6 +315,20 @@ def _times(totals: Totals, n: int) -> Totals:
         kind: Collective(n * one.runs, n * one.bytes, n * one.sent_bytes, one.exact)
         for kind, one in totals.items()
     }
+
+
+def _scatters(computation: str) -> bool:
+    """TPU's reduce-scatter is written as an all-reduce and a slice, fused."""
+    return computation.startswith("all-reduce-scatter")
+
+
+def _as_scatter(totals: Totals) -> Totals:
+    """All-reduces as the reduce-scatters that they are, which send half as much."""
+    kinds = dict(totals)
+    if (found := kinds.pop("all-reduce", None)) is None:
+        return totals
+    half = found._replace(sent_bytes=found.sent_bytes // 2)
+    return _add(kinds, {"reduce-scatter": half})
 
 
 def _inexact(totals: Totals) -> Totals:

@@ -139,9 +139,12 @@ def misfits(cfg: config.Config, sizes: dict[str, int]) -> list[str]:
         near = sorted(legal, key=lambda n: abs(n - sizes[last]))[:2]
         names = " * ".join(f"{axis}={sizes[axis]}" for axis in axes)
         advice = " or ".join(f"--config.mesh.{last}={n}" for n in sorted(near))
+        if not near:
+            # The other axes alone do not divide it.
+            largest = max(set(axes) - {last}, key=lambda axis: sizes[axis])
+            advice = f"a smaller --config.mesh.{largest}"
         found.append(
-            f"config.mesh: {names} does not divide {what} = {size}; try "
-            f"{advice or f'a smaller {axes[0]}'}"
+            f"config.mesh: {names} does not divide {what} = {size}; try {advice}"
         )
     return found
 

@@ -114,6 +114,27 @@ def test_parts_of_a_chain_count_once():
     assert found == {"all-gather": Collective(2, 128, 112, True)}
 
 
+def test_an_all_reduce_that_is_sliced_at_once_is_a_reduce_scatter():
+    """As the TPU compiler writes it; the all-reduce beside it stays one."""
+    scatter = (
+        "%all-reduce-scatter.1 (input: f32[16,4]) -> f32[2,4] {\n"
+        "  %input = f32[16,4]{1,0} parameter(0)\n"
+        "  %all-reduce.7 = f32[16,4]{1,0} all-reduce(%input), replica_groups={}, "
+        "to_apply=%sum\n"
+        "  ROOT %d = f32[2,4]{1,0} dynamic-slice(%all-reduce.7, %i, %j), "
+        "dynamic_slice_sizes={2,4}\n}\n\n"
+    )
+    text = module(
+        "%f = f32[2,4]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1",
+        "%r = f32[16,4]{1,0} all-reduce(%x), replica_groups={}, to_apply=%sum",
+        before=scatter,
+    )
+    assert collective_bytes(text) == {
+        "reduce-scatter": Collective(1, 256, 224, True),
+        "all-reduce": Collective(1, 256, 448, True),
+    }
+
+
 def loop(attributes="", stop="%n"):
     return (
         "%body (s: (s32[], f32[16,4])) -> (s32[], f32[16,4]) {\n"
