@@ -113,7 +113,8 @@ class Plan:
     """Sizes, constants and launches of one call."""
 
     INTRA_WARPS = 4
-    GRADS_WARPS = 8
+    GRADS_WARPS = 4
+    GRADS_WIDTH = 32
 
     def __init__(self, inputs: Inputs, codes: Array | None, options: Options):
         self.B, self.T, self.H, self.K = inputs.q.shape
@@ -257,34 +258,35 @@ class Plan:
         from pallas_kernels.kda.gpu.grads import grads_kernel
         from pallas_kernels.kda.gpu.launch import launch
 
+        dv, dp, dl, own, db = self._pairs(inputs, codes, do, x, dr)
         heads = (self.B, self.T, self.HV, self.K)
-        shared = self.HV != self.H
+        width = min(self.K, self.GRADS_WIDTH)
         vectors = self._array(self.N, self.K, dtype=jnp.float32)
+        sums = self._array(self.K // width, self.N, 3, self.C, dtype=jnp.float32)
         outputs = {
-            "dq_out": self._array(
-                *heads, dtype=jnp.float32 if shared else inputs.q.dtype
-            ),
-            "dk_out": self._array(
-                *heads, dtype=jnp.float32 if shared else inputs.k.dtype
-            ),
-            "dv_out": self._array(*inputs.v.shape, dtype=inputs.v.dtype),
+            "dq_out": self._array(*heads, dtype=self._head_dtype(inputs.q)),
+            "dk_out": self._array(*heads, dtype=self._head_dtype(inputs.k)),
             "dg_out": self._array(*inputs.g.shape, dtype=inputs.g.dtype),
-            "dbeta_out": self._array(*inputs.beta.shape, dtype=inputs.beta.dtype),
             "dA_out": vectors,
             "dbias_out": vectors,
+            "sums_out": sums,
         }
         arrays = self._raw(inputs, codes)
-        arrays |= {"v": inputs.v, "do": do, "x_in": x, "s": s, "ds": ds, "dr": dr}
-        dq, dk, dv, dg, dbeta, dA, dbias = launch(
+        arrays |= {"do": do, "x_in": x, "s": s, "ds": ds, "dr": dr}
+        arrays |= {"dp": dp, "dl": dl, "own_in": own}
+        dq, dk, dg, dA, dbias, sums = launch(
             grads_kernel,
             arrays,
             outputs,
-            self.N,
+            self.N * (self.K // width),
             num_warps=self.GRADS_WARPS,
             num_stages=1,
             V=self.V,
+            W=width,
+            N=self.N,
             **self._activations(),
         )
+        dq, dk, dbeta = self._finish(inputs, codes, sums, db, dq, dk, width)
         dq, dk = (
             self._sum_groups(dx, x) for dx, x in ((dq, inputs.q), (dk, inputs.k))
         )
@@ -296,6 +298,67 @@ class Plan:
             ddt_bias = jnp.sum(dbias.reshape(by_head), 0).reshape(-1)
             ddt_bias = ddt_bias.astype(inputs.dt_bias.dtype)
         return Inputs(dq, dk, dv, dg, dbeta, dA_log, ddt_bias)
+
+    def _pairs(self, inputs, codes, do, x, dr):
+        from pallas_kernels.kda.gpu.grads import pairs_kernel
+        from pallas_kernels.kda.gpu.launch import launch
+
+        square = self._array(self.N, self.C, self.C)
+        row = self._array(self.N, self.C, dtype=jnp.float32)
+        outputs = {
+            "dv_out": self._array(*inputs.v.shape, dtype=inputs.v.dtype),
+            "dp": square,
+            "dl": square,
+            "own_out": row,
+            "db_out": row,
+        }
+        arrays = {"v": inputs.v, "beta": inputs.beta, **self._ids(codes)}
+        return launch(
+            pairs_kernel,
+            {**arrays, "do": do, "x_in": x, "dr": dr},
+            outputs,
+            self.N,
+            num_warps=4,
+            num_stages=1,
+            T=self.T,
+            HV=self.HV,
+            V=self.V,
+            C=self.C,
+            SIGMOID=self.options.use_beta_sigmoid,
+            DOUBLE=self.options.allow_neg_eigval,
+            PACKED=self.packed,
+        )
+
+    def _finish(self, inputs, codes, sums, db, dq, dk, width):
+        from pallas_kernels.kda.gpu.grads import finish_kernel
+        from pallas_kernels.kda.gpu.launch import launch
+
+        names = ("H", "HV", "K", "C", "T", "NORM", "SIGMOID", "DOUBLE", "PACKED")
+        settings = {name: self._activations()[name] for name in names}
+        outputs = {
+            "dq_out": jax.ShapeDtypeStruct(dq.shape, dq.dtype),
+            "dk_out": jax.ShapeDtypeStruct(dk.shape, dk.dtype),
+            "dbeta_out": self._array(*inputs.beta.shape, dtype=inputs.beta.dtype),
+        }
+        arrays = {"q": inputs.q, "k": inputs.k, "beta": inputs.beta}
+        arrays |= {**self._ids(codes), "sums": sums, "db_in": db, "dy_q": dq, "dy_k": dk}
+        dx_q, dx_k, dbeta = launch(
+            finish_kernel,
+            arrays,
+            outputs,
+            self.N,
+            num_warps=4,
+            num_stages=1,
+            W=width,
+            N=self.N,
+            **settings,
+        )
+        norm = self.options.use_qk_l2norm
+        return (dx_q if norm else dq), (dx_k if norm else dk), dbeta
+
+    def _head_dtype(self, x: Array) -> Any:
+        """Of gradients by value head, before those that share a key head are added."""
+        return x.dtype if self.HV == self.H else jnp.float32
 
     def _sum_groups(self, dx_BTHK: Array, x: Array) -> Array:
         """Adds up the value heads that share a key head."""

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from pallas_kernels.kda.gpu.tiles import (
     UNSHIFT,
+    anew,
     dot,
     exp2,
     from_start,
@@ -46,15 +47,6 @@ from pallas_kernels.kda.gpu.tiles import (
 
 
 @triton.jit
-def normalise_backward(dy, y, inverse, NORM: tl.constexpr):
-    """Gradient by x of y = x * inverse_norm(x)."""
-    if NORM:
-        return (dy - y * tl.sum(dy * y, axis=1)[:, None]) * inverse[:, None]
-    else:
-        return dy
-
-
-@triton.jit
 def gate_backward(dg, z, slope, bound, GATE: tl.constexpr):
     """(gradient by the gate's logits, its part of the gradient by A_log), [C,K] each."""
     if GATE == "bounded":
@@ -79,165 +71,321 @@ def strength_backward(db, raw, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr):
 
 
 @triton.jit
-def pair_gradients(x, out, r, b, same, DOT: tl.constexpr):
-    """dP, dL and the transposes of dP and b dL, by swapped products; unmasked."""
-    dp = tl.where(same, dot(out, x.T, DOT), 0.0)
-    dp_t = tl.where(same, dot(x, out.T, DOT), 0.0)
-    dl = tl.where(same, -dot(r, x.T, DOT), 0.0)
-    dm_t = tl.where(same, -dot(x, r.T, DOT) * b[None, :], 0.0)
-    return dp, dl, dp_t, dm_t
+def load_near(pairs, tile, C: tl.constexpr, WIDE: tl.constexpr):
+    """Pairs inside blocks of WIDE tokens."""
+    i, j = grid_ij(C)
+    same_block = i // WIDE == j // WIDE
+    return tl.load(pairs + tile_offsets(anew(tile), C, C), mask=same_block, other=0.0)
+
+
+@triton.jit
+def load_far(pairs, tile, C: tl.constexpr, WIDE: tl.constexpr):
+    """Pairs of different blocks."""
+    i, j = grid_ij(C)
+    other_block = i // WIDE != j // WIDE
+    return tl.load(pairs + tile_offsets(anew(tile), C, C), mask=other_block, other=0.0)
+
+
+@triton.jit
+def state_product(rows, states, tile, column, C: tl.constexpr, K: tl.constexpr,
+                  V: tl.constexpr, W: tl.constexpr, DOT: tl.constexpr):
+    """[C,V] rows times W columns of a transposed state.
+
+    Waits for the warps, so that the state is not loaded before registers are free.
+    """
+    tl.debug_barrier()
+    at = anew(tile).to(tl.int64) * (V * K) + column
+    at = at + tl.arange(0, V)[:, None] * K + tl.arange(0, W)[None, :]
+    return dot(rows, tl.load(states + at), DOT)
+
+
+@triton.jit
+def scaled_rows(ptr, factor, n, start, h, column, real, T, H: tl.constexpr, D: tl.constexpr,
+                C: tl.constexpr, W: tl.constexpr):
+    """Rows times one factor each; loaded anew wherever it is written."""
+    tl.debug_barrier()
+    rows = load_rows(ptr, n, anew(start), h, column, real, T, H, D, C, W)
+    return rows * factor[:, None]
 
 
 @triton.jit
 def level_terms(
-    q_rows, k_rows, decay, x, out, r, s_t, ds_t, b, same, enters, leaves,
-    C: tl.constexpr, DOT: tl.constexpr,
+    q, k, decay, do, x_in, dr, s, ds, dp, dl, dq_out, dk_out, tile, n, start, h, column,
+    real, b, enters, leaves, own, k_inverse, q_factor, scale, T,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, DOT: tl.constexpr,
 ):
-    """Any gate: dq, dk, k . rise, dG and k . (part of dk from the state), [C,K] each."""
+    """Any gate: writes dq and dk before the norms.
+
+    Returns rowsum(k . rise), rowsum(q . dq), rowsum(k . dk), dG, and what the last row
+    of dG gets on top.
+    """
+    key = h // (HV // H)
+    k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
+    q_rows = scaled_rows(q, q_factor, n, start, key, column, real, T, H, K, C, W)
     pre, post = outer_factors(decay, C, DOT)
     pre, post = tl.where(enters[:, None], pre, 0.0), tl.where(leaves[:, None], post, 0.0)
-    dq, rise = pre * dot(out, s_t, DOT), -pre * dot(r, s_t, DOT)
-    fall = post * dot(x, ds_t, DOT)
-    from_state = k_rows * fall
-    dp, dl, dp_t, dm_t = pair_gradients(x, out, r, b, same, DOT)
-    i, j = grid_ij(C)
+    out = load_rows(do, n, anew(start), h, 0, real, T, HV, V, C, V)
+    dq = pre * state_product(out, s, tile, column, C, K, V, W, DOT)
+    r = tl.load(dr + tile_offsets(anew(tile), C, V))
+    rise = -pre * state_product(r, s, tile, column, C, K, V, W, DOT)
+    x = tl.load(x_in + tile_offsets(anew(tile), C, V))
+    fall = post * state_product(x, ds, tile, column, C, K, V, W, DOT)
+    from_state = tl.sum(k_rows * fall, axis=0)
+    square = tile_offsets(tile, C, C)
     for level in range(levels(C)):
         factor = pair_factor(decay, level, C, DOT)
         mask = level_mask(1 << level, C)
-        mask_t = ((j >> level) % 2 == 1) & (i >> level == (j >> level) - 1)
-        right = (k_rows * factor).to(DOT)
-        dq += factor * dot(tl.where(mask, dp, 0.0), right, DOT)
-        rise += factor * dot(tl.where(mask, dl, 0.0), right, DOT)
-        up = dot(tl.where(mask_t, dp_t, 0.0), q_rows * factor, DOT)
-        fall += factor * (up + dot(tl.where(mask_t, dm_t, 0.0), right, DOT))
-    k_rise = k_rows * rise
+        left, right = q_rows * factor, k_rows * factor
+        p_pairs = tl.where(mask, tl.load(dp + square), 0.0).to(DOT)
+        l_pairs = tl.where(mask, tl.load(dl + square), 0.0).to(DOT)
+        dq += factor * dot(p_pairs, right, DOT)
+        rise += factor * dot(l_pairs, right, DOT)
+        up = dot(p_pairs.T, left, DOT) + dot(l_pairs.T, b[:, None] * right, DOT)
+        fall += factor * up
+    k_rise = tl.sum(k_rows * rise, axis=1)
     rise *= b[:, None]
     dg = q_rows * dq + k_rows * (rise - fall)
-    return dq, rise + fall, k_rise, dg, from_state
+    # The diagonal of P holds no decay.
+    dk = rise + fall + own[:, None] * q_rows
+    dq += own[:, None] * k_rows
+    store_rows(dk_out, dk, n, anew(start), h, column, T, HV, K, C, W)
+    store_rows(dq_out, scale * dq, n, anew(start), h, column, T, HV, K, C, W)
+    return k_rise, tl.sum(q_rows * dq, axis=1), tl.sum(k_rows * dk, axis=1), dg, from_state
 
 
 @triton.jit
 def wide_terms(
-    q_rows, k_rows, decay, x, out, r, s_t, ds_t, b, same, enters, leaves,
-    C: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+    q, k, decay, do, x_in, dr, s, ds, dp, dl, dq_out, dk_out, tile, n, start, h, column,
+    real, b, enters, leaves, own, k_inverse, q_factor, scale, T,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):
-    """Bounded gate: what `level_terms` returns.
+    """Bounded gate: does what `level_terms` does.
 
     dG takes the operands of the products as they were rounded. What a pair adds to its
     row then cancels what it takes from its column, as it must in the sum over tokens.
     """
-    since, first, total = wide_exponents(decay, C, WIDE, DOT)
-    i, j = grid_ij(C)
-    near_mask, far_mask = wide_mask(C, WIDE), level_mask(WIDE, C)
-    near_t = (i < j) & (i // WIDE == j // WIDE)
-    far_t = (i < WIDE) & (j >= WIDE)
-    dp, dl, dp_t, dm_t = pair_gradients(x, out, r, b, same, DOT)
-    column = wide_column(since)
-    near = (k_rows * column).to(DOT)
-    block_end = to_block_end(column, first, total, C, WIDE)
-    far = (k_rows * block_end).to(DOT)
-    row = wide_row(since)
-    pre = tl.where(enters[:, None], from_start(row, first, C, WIDE), 0.0)
+    key = h // (HV // H)
+    since, first, total = wide_exponents(decay, C, WIDE, False, DOT)
+    k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
+    factor = wide_column(since)
+    near = (k_rows * factor).to(DOT)
+    far = (k_rows * to_block_end(factor, first, total, C, WIDE)).to(DOT)
 
-    pairs = dot(tl.where(near_mask, dp, 0.0), near, DOT)
-    pairs += UNSHIFT * dot(tl.where(far_mask, dp, 0.0), far, DOT)
-    states = pre * dot(out, s_t, DOT)
-    q_left = (q_rows * row).to(DOT)
-    dg = q_left.to(tl.float32) * pairs + q_rows * states
-    dq = row * pairs + states
+    q_rows = scaled_rows(q, q_factor, n, start, key, column, real, T, H, K, C, W)
+    factor = wide_row(since)
+    pairs = dot(load_near(dp, tile, C, WIDE), near, DOT)
+    pairs += UNSHIFT * dot(load_far(dp, tile, C, WIDE), far, DOT)
+    q_left = (q_rows * factor).to(DOT)
+    dg = q_left.to(tl.float32) * pairs
+    dq = factor * pairs
+    pre = tl.where(enters[:, None], from_start(factor, first, C, WIDE), 0.0)
+    out = load_rows(do, n, anew(start), h, 0, real, T, HV, V, C, V)
+    states = pre * state_product(out, s, tile, column, C, K, V, W, DOT)
+    dg += q_rows * states
+    # The diagonal of P holds no decay.
+    k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
+    dq += states + own[:, None] * k_rows
+    q_dq = tl.sum(q_rows * dq, axis=1)
+    store_rows(dq_out, scale * dq, n, anew(start), h, column, T, HV, K, C, W)
 
-    pairs = dot(tl.where(near_mask, dl, 0.0), near, DOT)
-    pairs += UNSHIFT * dot(tl.where(far_mask, dl, 0.0), far, DOT)
-    states = pre * dot(r, s_t, DOT)
-    k_left = (k_rows * row).to(DOT)
-    k_rise = k_left.to(tl.float32) * pairs - k_rows * states
-    dg += b[:, None] * k_rise
-    dk = b[:, None] * (row * pairs - states)
+    factor = wide_row(since)
+    pairs = dot(load_near(dl, tile, C, WIDE), near, DOT)
+    pairs += UNSHIFT * dot(load_far(dl, tile, C, WIDE), far, DOT)
+    pre = tl.where(enters[:, None], from_start(factor, first, C, WIDE), 0.0)
+    r = tl.load(dr + tile_offsets(anew(tile), C, V))
+    states = pre * state_product(r, s, tile, column, C, K, V, W, DOT)
+    k_left = (b[:, None] * k_rows * factor).to(DOT)
+    dg += k_left.to(tl.float32) * pairs - b[:, None] * k_rows * states
+    dk = factor * pairs - states
+    k_rise = tl.sum(k_rows * dk, axis=1)
+    dk *= b[:, None]
 
-    pairs = dot(tl.where(near_t, dp_t, 0.0), q_left, DOT)
-    pairs += dot(tl.where(near_t, dm_t, 0.0), k_left, DOT)
-    dg -= near.to(tl.float32) * pairs
-    dk += column * pairs
-    pairs = dot(tl.where(far_t, dp_t, 0.0), q_left, DOT)
-    pairs += dot(tl.where(far_t, dm_t, 0.0), k_left, DOT)
+    factor = wide_column(since)
+    pairs = dot(load_near(dp, tile, C, WIDE).T, q_left, DOT)
+    pairs += dot(load_near(dl, tile, C, WIDE).T, k_left, DOT)
+    k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
+    dg -= (k_rows * factor).to(DOT).to(tl.float32) * pairs
+    dk += factor * pairs
+    factor = to_block_end(factor, first, total, C, WIDE)
+    pairs = dot(load_far(dp, tile, C, WIDE).T, q_left, DOT)
+    pairs += dot(load_far(dl, tile, C, WIDE).T, k_left, DOT)
     pairs *= UNSHIFT
-    dg -= far.to(tl.float32) * pairs
-    dk += block_end * pairs
-    states = dot(x, ds_t, DOT) * to_end(block_end, first, total, C, WIDE)
+    dg -= (k_rows * factor).to(DOT).to(tl.float32) * pairs
+    dk += factor * pairs
+    x = tl.load(x_in + tile_offsets(anew(tile), C, V))
+    states = state_product(x, ds, tile, column, C, K, V, W, DOT)
+    states *= to_end(factor, first, total, C, WIDE)
     states = tl.where(leaves[:, None], states, 0.0)
     from_state = k_rows * states
-    return dq, dk + states, k_rise, dg - from_state, from_state
+    q_rows = scaled_rows(q, q_factor, n, start, key, column, real, T, H, K, C, W)
+    dk += states + own[:, None] * q_rows
+    store_rows(dk_out, dk, n, anew(start), h, column, T, HV, K, C, W)
+    k_dk = tl.sum(k_rows * dk, axis=1)
+    return k_rise, q_dq, k_dk, dg - from_state, tl.sum(from_state, axis=0)
+
+
+@triton.jit
+def decay_part(
+    g, A_log, dt_bias, bound, real, n, start, h, column, T,
+    HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    GATE: tl.constexpr,
+):
+    """Logits of the gate, their slope, and log2 decay, for W channels."""
+    z = load_rows(g, n, anew(start), h, column, real, T, HV, K, C, W)
+    slope = tl.exp(tl.load(A_log + h).to(tl.float32))
+    bias = tl.load(dt_bias + h * K + column + tl.arange(0, W)).to(tl.float32)
+    return z + bias[None, :], slope, log2_decay(z, slope, bias, bound, real, GATE)
 
 
 @triton.jit
 def grads_kernel(
-    q, k, v, g, beta, A_log, dt_bias, ids, do, x_in, s, ds, dr,
-    dq_out, dk_out, dv_out, dg_out, dbeta_out, dA_out, dbias_out,
-    T, scale, bound,
+    q, k, g, beta, A_log, dt_bias, ids, do, x_in, s, ds, dr, dp, dl, own_in,
+    dq_out, dk_out, dg_out, dA_out, dbias_out, sums_out,
+    T, scale, bound, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, WIDE: tl.constexpr, GATE: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, GATE: tl.constexpr,
     NORM: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr,
     PACKED: tl.constexpr,
 ):
+    """Per chunk, head and W channels, as registers hold no more.
+
+    Writes dg, and dq and dk before the norms; and rowsum(k . rise), rowsum(q . dq) and
+    rowsum(k . dk) over the W channels, which only `finish_kernel` can add up.
+    """
     DOT: tl.constexpr = s.dtype.element_ty
-    tile = tl.program_id(0)
+    part = tl.program_id(0) % (K // W)
+    tile, column = tl.program_id(0) // (K // W), part * W
     h = tile % HV
     chunks = tl.cdiv(T, C)
     start = (tile // HV) % chunks * C
     n = tile // (HV * chunks)
     real = real_rows(ids, n, start, T, C, PACKED)
     same, enters, leaves, passes = run_masks(ids, n, start, T, C, PACKED)
+    at = (n.to(tl.int64) * T + start + tl.arange(0, C)) * HV + h
+    raw_b = tl.load(beta + at, mask=real, other=0.0).to(tl.float32)
+    b = write_strength(raw_b, real, SIGMOID, DOUBLE)
+    own = tl.load(own_in + tile.to(tl.int64) * C + tl.arange(0, C))
+    key = h // (HV // H)
+    k_inverse = inverse_norm(load_rows(k, n, start, key, 0, real, T, H, K, C, K), NORM, C)
+    q_inverse = inverse_norm(load_rows(q, n, start, key, 0, real, T, H, K, C, K), NORM, C)
+    at = anew(tile).to(tl.int64) * (V * K) + column
+    at = at + tl.arange(0, V)[:, None] * K + tl.arange(0, W)[None, :]
+    both = tl.load(s + at).to(tl.float32) * tl.load(ds + at).to(tl.float32)
+    last = tl.sum(both, axis=0)
+    tl.debug_barrier()
+    z, slope, decay = decay_part(
+        g, A_log, dt_bias, bound, real, n, start, h, column, T, HV, K, C, W, GATE
+    )
+    last *= tl.where(passes, exp2(tl.sum(decay, axis=0)), 0.0)
+    if WIDE > 0:
+        k_rise, q_dq, k_dk, dg, from_state = wide_terms(
+            q, k, decay, do, x_in, dr, s, ds, dp, dl, dq_out, dk_out, tile, n, start, h,
+            column, real, b, enters, leaves, own, k_inverse, scale * q_inverse, scale, T,
+            H, HV, K, V, C, W, WIDE, DOT,
+        )
+    else:
+        k_rise, q_dq, k_dk, dg, from_state = level_terms(
+            q, k, decay, do, x_in, dr, s, ds, dp, dl, dq_out, dk_out, tile, n, start, h,
+            column, real, b, enters, leaves, own, k_inverse, scale * q_inverse, scale, T,
+            H, HV, K, V, C, W, DOT,
+        )
+    sums = sums_out + (part.to(tl.int64) * N + tile) * (3 * C) + tl.arange(0, C)
+    tl.store(sums, k_rise)
+    tl.store(sums + C, q_dq)
+    tl.store(sums + 2 * C, k_dk)
+    tl.debug_barrier()
+    z, slope, decay = decay_part(
+        g, A_log, dt_bias, bound, real, n, start, h, column, T, HV, K, C, W, GATE
+    )
+    i, j = grid_ij(C)
+    last += from_state
+    dg = stretch_sum((i <= j) & same, dg, DOT)
+    dg = tl.where(real[:, None], dg + tl.where(leaves[:, None], last[None, :], 0.0), 0.0)
+    dz, dA = gate_backward(dg, z, slope, bound, GATE)
+    store_rows(dg_out, dz, n, anew(start), h, column, T, HV, K, C, W)
+    vector = tile.to(tl.int64) * K + column + tl.arange(0, W)
+    tl.store(dA_out + vector, tl.sum(dA, axis=0))
+    tl.store(dbias_out + vector, tl.sum(dz, axis=0))
 
+
+@triton.jit
+def pairs_kernel(
+    v, beta, ids, do, x_in, dr,
+    dv_out, dp, dl, own_out, db_out,
+    T,
+    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr, PACKED: tl.constexpr,
+):
+    """Per chunk and head: dP and dL below the diagonal, diag(dP), dv, rowsum(dR . V)."""
+    DOT: tl.constexpr = x_in.dtype.element_ty
+    tile = tl.program_id(0)
+    h = tile % HV
+    chunks = tl.cdiv(T, C)
+    start = (tile // HV) % chunks * C
+    n = tile // (HV * chunks)
+    real = real_rows(ids, n, start, T, C, PACKED)
+    same, _, _, _ = run_masks(ids, n, start, T, C, PACKED)
     at = (n.to(tl.int64) * T + start + tl.arange(0, C)) * HV + h
     raw_b = tl.load(beta + at, mask=real, other=0.0).to(tl.float32)
     b = write_strength(raw_b, real, SIGMOID, DOUBLE)
     r = tl.load(dr + tile_offsets(tile, C, V))
-    r_wide = r.to(tl.float32)
-    db = tl.sum(r_wide * load_rows(v, n, start, h, real, T, HV, V, C), axis=1)
-    store_rows(dv_out, b[:, None] * r_wide, n, start, h, T, HV, V, C)
+    wide_r = r.to(tl.float32)
+    db = tl.sum(wide_r * load_rows(v, n, start, h, 0, real, T, HV, V, C, V), axis=1)
+    store_rows(dv_out, b[:, None] * wide_r, n, start, h, 0, T, HV, V, C, V)
     x = tl.load(x_in + tile_offsets(tile, C, V))
-    out = load_rows(do, n, start, h, real, T, HV, V, C).to(DOT)
-    own = tl.sum(out.to(tl.float32) * x.to(tl.float32), axis=1)[:, None]
-    s_t = tl.load(s + tile_offsets(tile, V, K))
-    ds_t = tl.load(ds + tile_offsets(tile, V, K))
-    last = tl.sum(s_t.to(tl.float32) * ds_t.to(tl.float32), axis=0)
+    out = load_rows(do, n, start, h, 0, real, T, HV, V, C, V).to(DOT)
+    i, j = grid_ij(C)
+    below = same & (i > j)
+    square = tile_offsets(tile, C, C)
+    tl.store(dp + square, tl.where(below, dot(out, x.T, DOT), 0.0).to(DOT))
+    tl.store(dl + square, tl.where(below, -dot(r, x.T, DOT), 0.0).to(DOT))
+    row = tile.to(tl.int64) * C + tl.arange(0, C)
+    tl.store(own_out + row, tl.sum(out.to(tl.float32) * x.to(tl.float32), axis=1))
+    tl.store(db_out + row, db)
 
-    z = load_rows(g, n, start, h, real, T, HV, K, C)
-    slope = tl.exp(tl.load(A_log + h).to(tl.float32))
-    bias = tl.load(dt_bias + h * K + tl.arange(0, K)).to(tl.float32)
-    decay = log2_decay(z, slope, bias, bound, real, GATE)
-    last *= tl.where(passes, exp2(tl.sum(decay, axis=0)), 0.0)
-    k_rows = load_rows(k, n, start, h // (HV // H), real, T, H, K, C)
-    k_inverse = inverse_norm(k_rows, NORM, C)
-    k_rows *= k_inverse[:, None]
-    q_rows = load_rows(q, n, start, h // (HV // H), real, T, H, K, C)
-    q_inverse = inverse_norm(q_rows, NORM, C)
-    q_rows *= (scale * q_inverse)[:, None]
-    if WIDE > 0:
-        dq, dk, k_rise, dg, from_state = wide_terms(
-            q_rows, k_rows, decay, x, out, r, s_t, ds_t, b, same, enters, leaves,
-            C, WIDE, DOT,
-        )
-    else:
-        dq, dk, k_rise, dg, from_state = level_terms(
-            q_rows, k_rows, decay, x, out, r, s_t, ds_t, b, same, enters, leaves,
-            C, DOT,
-        )
-    # The diagonal of P holds no decay.
-    dk = normalise_backward(dk + own * q_rows, k_rows, k_inverse, NORM)
-    store_rows(dk_out, dk, n, start, h, T, H=HV, D=K, C=C)
-    dq = scale * (dq + own * k_rows)
-    dq = normalise_backward(dq, q_rows / scale, q_inverse, NORM)
-    store_rows(dq_out, dq, n, start, h, T, HV, K, C)
-    db += tl.sum(k_rise, axis=1)
+
+@triton.jit
+def normalise_backward(
+    dy, dx, x, y_dy, n, start, h, real, T,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+):
+    """Writes the gradient by x, from that by y = x * inverse_norm(x)."""
+    rows = load_rows(x, n, start, h // (HV // H), 0, real, T, H, K, C, K)
+    inverse = inverse_norm(rows, True, C)
+    grad = load_rows(dy, n, start, h, 0, real, T, HV, K, C, K)
+    grad = (grad - rows * (inverse * y_dy)[:, None]) * inverse[:, None]
+    store_rows(dx, grad, n, start, h, 0, T, HV, K, C, K)
+
+
+@triton.jit
+def finish_kernel(
+    q, k, beta, ids, sums, db_in, dy_q, dy_k,
+    dq_out, dk_out, dbeta_out,
+    T, N,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+    W: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Per chunk and head: what needs sums over all channels. Norms and beta."""
+    tile = tl.program_id(0)
+    h = tile % HV
+    chunks = tl.cdiv(T, C)
+    start = (tile // HV) % chunks * C
+    n = tile // (HV * chunks)
+    real = real_rows(ids, n, start, T, C, PACKED)
+    db = tl.load(db_in + tile.to(tl.int64) * C + tl.arange(0, C))
+    q_dq, k_dk = tl.zeros_like(db), tl.zeros_like(db)
+    for part in tl.static_range(K // W):
+        at = sums + (tl.cast(N, tl.int64) * part + tile) * (3 * C) + tl.arange(0, C)
+        db += tl.load(at)
+        q_dq += tl.load(at + C)
+        k_dk += tl.load(at + 2 * C)
+    at = (n.to(tl.int64) * T + start + tl.arange(0, C)) * HV + h
+    raw_b = tl.load(beta + at, mask=real, other=0.0).to(tl.float32)
     db = strength_backward(db, raw_b, SIGMOID, DOUBLE).to(dbeta_out.dtype.element_ty)
     tl.store(dbeta_out + at, tl.where(real, db, 0.0), mask=start + tl.arange(0, C) < T)
-    i, j = grid_ij(C)
-    last += tl.sum(from_state, axis=0)
-    dg = stretch_sum((i <= j) & same, dg, DOT)
-    dg = tl.where(real[:, None], dg + tl.where(leaves[:, None], last[None, :], 0.0), 0.0)
-    dz, dA = gate_backward(dg, z + bias[None, :], slope, bound, GATE)
-    store_rows(dg_out, dz, n, start, h, T, HV, K, C)
-    vector = tile.to(tl.int64) * K + tl.arange(0, K)
-    tl.store(dA_out + vector, tl.sum(dA, axis=0))
-    tl.store(dbias_out + vector, tl.sum(dz, axis=0))
+    if NORM:
+        normalise_backward(dy_q, dq_out, q, q_dq, n, start, h, real, T, H, HV, K, C)
+        normalise_backward(dy_k, dk_out, k, k_dk, n, start, h, real, T, H, HV, K, C)

@@ -37,9 +37,9 @@ def level_tiles(
     DOT: tl.constexpr,
 ):
     """Any gate: writes Kb, Qp and Kr; returns M and P."""
-    k_rows = load_rows(k, n, start, h, real, T, H, K, C)
+    k_rows = load_rows(k, n, start, h, 0, real, T, H, K, C, K)
     k_rows *= inverse_norm(k_rows, NORM, C)[:, None]
-    q_rows = load_rows(q, n, start, h, real, T, H, K, C)
+    q_rows = load_rows(q, n, start, h, 0, real, T, H, K, C, K)
     q_rows *= (scale * inverse_norm(q_rows, NORM, C))[:, None]
     pre, post = outer_factors(decay, C, DOT)
     wide = tile_offsets(tile, C, K)
@@ -65,12 +65,12 @@ def wide_tiles(
     NORM: tl.constexpr, DOT: tl.constexpr,
 ):
     """Bounded gate: writes Kb, Qp and Kr; returns M and P."""
-    k_rows = load_rows(k, n, start, h, real, T, H, K, C)
-    q_rows = load_rows(q, n, start, h, real, T, H, K, C)
+    k_rows = load_rows(k, n, start, h, 0, real, T, H, K, C, K)
+    q_rows = load_rows(q, n, start, h, 0, real, T, H, K, C, K)
     k_inverse = inverse_norm(k_rows, NORM, C)
     q_inverse = scale * inverse_norm(q_rows, NORM, C)
     own = tl.sum(q_rows * k_rows, axis=1) * k_inverse * q_inverse
-    since, first, total = wide_exponents(decay, C, WIDE, DOT)
+    since, first, total = wide_exponents(decay, C, WIDE, True, DOT)
     wide = tile_offsets(tile, C, K)
     column = k_rows * k_inverse[:, None] * wide_column(since)
     near = column.to(DOT)
@@ -120,7 +120,7 @@ def intra_kernel(
     real = real_rows(ids, n, start, T, C, PACKED)
     same, enters, leaves, passes = run_masks(ids, n, start, T, C, PACKED)
 
-    raw_g = load_rows(g, n, start, h, real, T, HV, K, C)
+    raw_g = load_rows(g, n, start, h, 0, real, T, HV, K, C, K)
     slope = tl.exp(tl.load(A_log + h).to(tl.float32))
     bias = tl.load(dt_bias + h * K + tl.arange(0, K)).to(tl.float32)
     decay = log2_decay(raw_g, slope, bias, bound, real, GATE)

@@ -49,6 +49,32 @@ def exp2(x):
 
 
 @triton.jit
+def exp2_again(x):
+    """exp2 that is computed anew wherever it is written, to spare registers."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, False, 1
+        )
+
+
+@triton.jit
+def anew(x):
+    """An int32 that the compiler cannot tell from x, yet takes for another value.
+
+    What is computed from it, such as the addresses of a tile, is not kept in registers
+    for the next use.
+    """
+    if INTERPRETED:
+        return x
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], tl.int32, False, 1
+        )
+
+
+@triton.jit
 def reciprocal(x):
     """1 / x in one instruction."""
     if INTERPRETED:
@@ -78,20 +104,25 @@ def stretch_sum(w, x, DOT: tl.constexpr):
 
 
 @triton.jit
-def load_rows(ptr, n, start, h, real, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
-    """Rows of one head of [B,T,H,D] as float32 [C,D]; 0 where not real."""
-    base = ptr + ((n.to(tl.int64) * T + start) * H + h) * D
-    offset = tl.arange(0, C)[:, None] * (H * D) + tl.arange(0, D)[None, :]
-    return tl.load(base + offset, mask=real[:, None], other=0.0).to(tl.float32)
+def row_offsets(n, start, h, column, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """Offsets [C,W] into one head of [B,T,H,D], from token `start` and `column` on."""
+    base = ((n.to(tl.int64) * T + start) * H + h) * D + column
+    return base + tl.arange(0, C)[:, None] * (H * D) + tl.arange(0, W)[None, :]
 
 
 @triton.jit
-def store_rows(ptr, x, n, start, h, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
-    """Writes [C,D] to one head of [B,T,H,D]."""
-    base = ptr + ((n.to(tl.int64) * T + start) * H + h) * D
-    offset = tl.arange(0, C)[:, None] * (H * D) + tl.arange(0, D)[None, :]
+def load_rows(ptr, n, start, h, column, real, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """Tile [C,W] of one head of [B,T,H,D] as float32; 0 where not real."""
+    offsets = row_offsets(n, start, h, column, T, H, D, C, W)
+    return tl.load(ptr + offsets, mask=real[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(ptr, x, n, start, h, column, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """Writes a tile [C,W] to one head of [B,T,H,D]."""
+    offsets = row_offsets(n, start, h, column, T, H, D, C, W)
     inside = start + tl.arange(0, C) < T
-    tl.store(base + offset, x.to(ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(ptr + offsets, x.to(ptr.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
@@ -197,22 +228,28 @@ def pair_factor(g, level, C: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def wide_exponents(g, C: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr):
+def wide_exponents(
+    g, C: tl.constexpr, WIDE: tl.constexpr, SCAN: tl.constexpr, DOT: tl.constexpr
+):
     """Decay since the start of the block [C,K]; sums over first block and chunk [K]."""
     first_block = tl.arange(0, C)[:, None] < WIDE
     first = tl.sum(tl.where(first_block, g, 0.0), axis=0)
-    since = tl.cumsum(g, axis=0) - tl.where(first_block, 0.0, first[None, :])
+    if SCAN:
+        since = tl.cumsum(g, axis=0) - tl.where(first_block, 0.0, first[None, :])
+    else:
+        i, j = grid_ij(C)
+        since = stretch_sum((i >= j) & (i // WIDE == j // WIDE), g, DOT)
     return since, first, tl.sum(g, axis=0)
 
 
 @triton.jit
 def wide_row(since):
-    return exp2(since + SHIFT)
+    return exp2_again(since + SHIFT)
 
 
 @triton.jit
 def wide_column(since):
-    return exp2(-SHIFT - since)
+    return exp2_again(-SHIFT - since)
 
 
 @triton.jit
