@@ -22,7 +22,6 @@ from pallas_kernels.kda.gpu.tiles import (
     exp2,
     from_start,
     grid_ij,
-    inverse_norm,
     level_mask,
     levels,
     load_rows,
@@ -40,15 +39,16 @@ from pallas_kernels.kda.gpu.tiles import (
     to_end,
     wide_column,
     wide_exponents,
-    wide_mask,
     wide_row,
-    write_strength,
 )
+
+# Parameters stand in rows; one a line would hide the kernels.
+# fmt: off
 
 
 @triton.jit
 def gate_backward(dg, z, slope, bound, GATE: tl.constexpr):
-    """(gradient by the gate's logits, its part of the gradient by A_log), [C,K] each."""
+    """Gradient by the gate's logits, and its part of that by A_log, [C,K] each."""
     if GATE == "bounded":
         s = sigmoid(slope * z)
         dz = dg * (bound * slope) * s * (1.0 - s)
@@ -57,17 +57,6 @@ def gate_backward(dg, z, slope, bound, GATE: tl.constexpr):
         return -dg * slope * sigmoid(z), -dg * slope * softplus(z)
     else:
         return dg, dg
-
-
-@triton.jit
-def strength_backward(db, raw, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr):
-    """Gradient by the raw beta."""
-    if SIGMOID:
-        s = sigmoid(raw)
-        db *= s * (1.0 - s)
-    if DOUBLE:
-        db *= 2.0
-    return db
 
 
 @triton.jit
@@ -100,8 +89,10 @@ def state_product(rows, states, tile, column, C: tl.constexpr, K: tl.constexpr,
 
 
 @triton.jit
-def scaled_rows(ptr, factor, n, start, h, column, real, T, H: tl.constexpr, D: tl.constexpr,
-                C: tl.constexpr, W: tl.constexpr):
+def scaled_rows(
+    ptr, factor, n, start, h, column, real, T,
+    H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+):
     """Rows times one factor each; loaded anew wherever it is written."""
     tl.debug_barrier()
     rows = load_rows(ptr, n, anew(start), h, column, real, T, H, D, C, W)
@@ -124,7 +115,8 @@ def level_terms(
     k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
     q_rows = scaled_rows(q, q_factor, n, start, key, column, real, T, H, K, C, W)
     pre, post = outer_factors(decay, C, DOT)
-    pre, post = tl.where(enters[:, None], pre, 0.0), tl.where(leaves[:, None], post, 0.0)
+    pre = tl.where(enters[:, None], pre, 0.0)
+    post = tl.where(leaves[:, None], post, 0.0)
     out = load_rows(do, n, anew(start), h, 0, real, T, HV, V, C, V)
     dq = pre * state_product(out, s, tile, column, C, K, V, W, DOT)
     r = tl.load(dr + tile_offsets(anew(tile), C, V))
@@ -151,28 +143,19 @@ def level_terms(
     dq += own[:, None] * k_rows
     store_rows(dk_out, dk, n, anew(start), h, column, T, HV, K, C, W)
     store_rows(dq_out, scale * dq, n, anew(start), h, column, T, HV, K, C, W)
-    return k_rise, tl.sum(q_rows * dq, axis=1), tl.sum(k_rows * dk, axis=1), dg, from_state
+    q_dq, k_dk = tl.sum(q_rows * dq, axis=1), tl.sum(k_rows * dk, axis=1)
+    return k_rise, q_dq, k_dk, dg, from_state
 
 
 @triton.jit
-def wide_terms(
-    q, k, decay, do, x_in, dr, s, ds, dp, dl, dq_out, dk_out, tile, n, start, h, column,
-    real, b, enters, leaves, own, k_inverse, q_factor, scale, T,
+def wide_queries(
+    q, k, since, first, near, far, do, s, dp, dq_out, tile, n, start, h, column, real,
+    enters, own, k_inverse, q_factor, scale, T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):
-    """Bounded gate: does what `level_terms` does.
-
-    dG takes the operands of the products as they were rounded. What a pair adds to its
-    row then cancels what it takes from its column, as it must in the sum over tokens.
-    """
+    """Writes dq before the norm. Returns q as rows, dG so far, rowsum(q . dq)."""
     key = h // (HV // H)
-    since, first, total = wide_exponents(decay, C, WIDE, False, DOT)
-    k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
-    factor = wide_column(since)
-    near = (k_rows * factor).to(DOT)
-    far = (k_rows * to_block_end(factor, first, total, C, WIDE)).to(DOT)
-
     q_rows = scaled_rows(q, q_factor, n, start, key, column, real, T, H, K, C, W)
     factor = wide_row(since)
     pairs = dot(load_near(dp, tile, C, WIDE), near, DOT)
@@ -187,9 +170,19 @@ def wide_terms(
     # The diagonal of P holds no decay.
     k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
     dq += states + own[:, None] * k_rows
-    q_dq = tl.sum(q_rows * dq, axis=1)
     store_rows(dq_out, scale * dq, n, anew(start), h, column, T, HV, K, C, W)
+    return q_left, dg, tl.sum(q_rows * dq, axis=1)
 
+
+@triton.jit
+def wide_rises(
+    k, since, first, near, far, dr, s, dl, dg, tile, n, start, key, column, real, b,
+    enters, k_inverse, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    W: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+):
+    """Returns b k as rows, dG so far, b rise, rowsum(k . rise)."""
+    k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
     factor = wide_row(since)
     pairs = dot(load_near(dl, tile, C, WIDE), near, DOT)
     pairs += UNSHIFT * dot(load_far(dl, tile, C, WIDE), far, DOT)
@@ -198,10 +191,18 @@ def wide_terms(
     states = pre * state_product(r, s, tile, column, C, K, V, W, DOT)
     k_left = (b[:, None] * k_rows * factor).to(DOT)
     dg += k_left.to(tl.float32) * pairs - b[:, None] * k_rows * states
-    dk = factor * pairs - states
-    k_rise = tl.sum(k_rows * dk, axis=1)
-    dk *= b[:, None]
+    rise = factor * pairs - states
+    return k_left, dg, b[:, None] * rise, tl.sum(k_rows * rise, axis=1)
 
+
+@triton.jit
+def wide_falls(
+    k, since, first, total, q_left, k_left, x_in, ds, dp, dl, dg, dk, tile, n, start,
+    key, column, real, leaves, k_inverse, T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    W: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+):
+    """Returns dG but for its last row's share, dk but for diag(dP), and that share."""
     factor = wide_column(since)
     pairs = dot(load_near(dp, tile, C, WIDE).T, q_left, DOT)
     pairs += dot(load_near(dl, tile, C, WIDE).T, k_left, DOT)
@@ -219,11 +220,45 @@ def wide_terms(
     states *= to_end(factor, first, total, C, WIDE)
     states = tl.where(leaves[:, None], states, 0.0)
     from_state = k_rows * states
+    return dg - from_state, dk + states, tl.sum(from_state, axis=0)
+
+
+@triton.jit
+def wide_terms(
+    q, k, decay, do, x_in, dr, s, ds, dp, dl, dq_out, dk_out, tile, n, start, h, column,
+    real, b, enters, leaves, own, k_inverse, q_factor, scale, T,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+):
+    """Bounded gate: does what `level_terms` does.
+
+    dG takes the operands of the products as they were rounded. What a pair adds to its
+    row then cancels what it takes from its column, as it must in the sum over tokens.
+    Registers are short, so rows are loaded and factors computed anew in each phase.
+    """
+    key = h // (HV // H)
+    since, first, total = wide_exponents(decay, C, WIDE, False, DOT)
+    k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
+    factor = wide_column(since)
+    near = (k_rows * factor).to(DOT)
+    far = (k_rows * to_block_end(factor, first, total, C, WIDE)).to(DOT)
+    q_left, dg, q_dq = wide_queries(
+        q, k, since, first, near, far, do, s, dp, dq_out, tile, n, start, h, column,
+        real, enters, own, k_inverse, q_factor, scale, T, H, HV, K, V, C, W, WIDE, DOT,
+    )
+    k_left, dg, dk, k_rise = wide_rises(
+        k, since, first, near, far, dr, s, dl, dg, tile, n, start, key, column, real, b,
+        enters, k_inverse, T, H, K, V, C, W, WIDE, DOT,
+    )
+    dg, dk, from_state = wide_falls(
+        k, since, first, total, q_left, k_left, x_in, ds, dp, dl, dg, dk, tile, n,
+        start, key, column, real, leaves, k_inverse, T, H, K, V, C, W, WIDE, DOT,
+    )
     q_rows = scaled_rows(q, q_factor, n, start, key, column, real, T, H, K, C, W)
-    dk += states + own[:, None] * q_rows
+    k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
+    dk += own[:, None] * q_rows
     store_rows(dk_out, dk, n, anew(start), h, column, T, HV, K, C, W)
-    k_dk = tl.sum(k_rows * dk, axis=1)
-    return k_rise, q_dq, k_dk, dg - from_state, tl.sum(from_state, axis=0)
+    return k_rise, q_dq, tl.sum(k_rows * dk, axis=1), dg, from_state
 
 
 @triton.jit
@@ -240,13 +275,36 @@ def decay_part(
 
 
 @triton.jit
+def finish_gate(
+    g, A_log, dt_bias, dg_out, dA_out, dbias_out, dg, last, same, leaves, real, bound,
+    tile, n, start, h, column, T,
+    HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    GATE: tl.constexpr, DOT: tl.constexpr,
+):
+    """From the gradient by G to those by g, A_log and dt_bias."""
+    tl.debug_barrier()
+    z, slope, _ = decay_part(
+        g, A_log, dt_bias, bound, real, n, start, h, column, T, HV, K, C, W, GATE
+    )
+    i, j = grid_ij(C)
+    dg = stretch_sum((i <= j) & same, dg, DOT)
+    dg += tl.where(leaves[:, None], last[None, :], 0.0)
+    dz, dA = gate_backward(
+        tl.where(real[:, None], dg, 0.0), z, slope, bound, GATE
+    )
+    store_rows(dg_out, dz, n, anew(start), h, column, T, HV, K, C, W)
+    vector = tile.to(tl.int64) * K + column + tl.arange(0, W)
+    tl.store(dA_out + vector, tl.sum(dA, axis=0))
+    tl.store(dbias_out + vector, tl.sum(dz, axis=0))
+
+
+@triton.jit
 def grads_kernel(
-    q, k, g, beta, A_log, dt_bias, ids, do, x_in, s, ds, dr, dp, dl, own_in,
+    q, k, g, A_log, dt_bias, ids, do, x_in, s, ds, dr, dp, dl, b_in, rows_in,
     dq_out, dk_out, dg_out, dA_out, dbias_out, sums_out,
     T, scale, bound, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, GATE: tl.constexpr,
-    NORM: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """Per chunk, head and W channels, as registers hold no more.
@@ -263,129 +321,38 @@ def grads_kernel(
     n = tile // (HV * chunks)
     real = real_rows(ids, n, start, T, C, PACKED)
     same, enters, leaves, passes = run_masks(ids, n, start, T, C, PACKED)
-    at = (n.to(tl.int64) * T + start + tl.arange(0, C)) * HV + h
-    raw_b = tl.load(beta + at, mask=real, other=0.0).to(tl.float32)
-    b = write_strength(raw_b, real, SIGMOID, DOUBLE)
-    own = tl.load(own_in + tile.to(tl.int64) * C + tl.arange(0, C))
-    key = h // (HV // H)
-    k_inverse = inverse_norm(load_rows(k, n, start, key, 0, real, T, H, K, C, K), NORM, C)
-    q_inverse = inverse_norm(load_rows(q, n, start, key, 0, real, T, H, K, C, K), NORM, C)
+    row = tile.to(tl.int64) * C + tl.arange(0, C)
+    b = tl.load(b_in + row)
+    row = tile.to(tl.int64) * (3 * C) + tl.arange(0, C)
+    own = tl.load(rows_in + row)
+    q_factor = scale * tl.load(rows_in + row + C)
+    k_inverse = tl.load(rows_in + row + 2 * C)
     at = anew(tile).to(tl.int64) * (V * K) + column
     at = at + tl.arange(0, V)[:, None] * K + tl.arange(0, W)[None, :]
     both = tl.load(s + at).to(tl.float32) * tl.load(ds + at).to(tl.float32)
     last = tl.sum(both, axis=0)
     tl.debug_barrier()
-    z, slope, decay = decay_part(
+    _, _, decay = decay_part(
         g, A_log, dt_bias, bound, real, n, start, h, column, T, HV, K, C, W, GATE
     )
     last *= tl.where(passes, exp2(tl.sum(decay, axis=0)), 0.0)
     if WIDE > 0:
-        k_rise, q_dq, k_dk, dg, from_state = wide_terms(
+        k_rise, q_dq, k_dk, dg, more = wide_terms(
             q, k, decay, do, x_in, dr, s, ds, dp, dl, dq_out, dk_out, tile, n, start, h,
-            column, real, b, enters, leaves, own, k_inverse, scale * q_inverse, scale, T,
+            column, real, b, enters, leaves, own, k_inverse, q_factor, scale, T,
             H, HV, K, V, C, W, WIDE, DOT,
         )
     else:
-        k_rise, q_dq, k_dk, dg, from_state = level_terms(
+        k_rise, q_dq, k_dk, dg, more = level_terms(
             q, k, decay, do, x_in, dr, s, ds, dp, dl, dq_out, dk_out, tile, n, start, h,
-            column, real, b, enters, leaves, own, k_inverse, scale * q_inverse, scale, T,
+            column, real, b, enters, leaves, own, k_inverse, q_factor, scale, T,
             H, HV, K, V, C, W, DOT,
         )
     sums = sums_out + (part.to(tl.int64) * N + tile) * (3 * C) + tl.arange(0, C)
     tl.store(sums, k_rise)
     tl.store(sums + C, q_dq)
     tl.store(sums + 2 * C, k_dk)
-    tl.debug_barrier()
-    z, slope, decay = decay_part(
-        g, A_log, dt_bias, bound, real, n, start, h, column, T, HV, K, C, W, GATE
+    finish_gate(
+        g, A_log, dt_bias, dg_out, dA_out, dbias_out, dg, last + more, same, leaves,
+        real, bound, tile, n, start, h, column, T, HV, K, C, W, GATE, DOT,
     )
-    i, j = grid_ij(C)
-    last += from_state
-    dg = stretch_sum((i <= j) & same, dg, DOT)
-    dg = tl.where(real[:, None], dg + tl.where(leaves[:, None], last[None, :], 0.0), 0.0)
-    dz, dA = gate_backward(dg, z, slope, bound, GATE)
-    store_rows(dg_out, dz, n, anew(start), h, column, T, HV, K, C, W)
-    vector = tile.to(tl.int64) * K + column + tl.arange(0, W)
-    tl.store(dA_out + vector, tl.sum(dA, axis=0))
-    tl.store(dbias_out + vector, tl.sum(dz, axis=0))
-
-
-@triton.jit
-def pairs_kernel(
-    v, beta, ids, do, x_in, dr,
-    dv_out, dp, dl, own_out, db_out,
-    T,
-    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, SIGMOID: tl.constexpr,
-    DOUBLE: tl.constexpr, PACKED: tl.constexpr,
-):
-    """Per chunk and head: dP and dL below the diagonal, diag(dP), dv, rowsum(dR . V)."""
-    DOT: tl.constexpr = x_in.dtype.element_ty
-    tile = tl.program_id(0)
-    h = tile % HV
-    chunks = tl.cdiv(T, C)
-    start = (tile // HV) % chunks * C
-    n = tile // (HV * chunks)
-    real = real_rows(ids, n, start, T, C, PACKED)
-    same, _, _, _ = run_masks(ids, n, start, T, C, PACKED)
-    at = (n.to(tl.int64) * T + start + tl.arange(0, C)) * HV + h
-    raw_b = tl.load(beta + at, mask=real, other=0.0).to(tl.float32)
-    b = write_strength(raw_b, real, SIGMOID, DOUBLE)
-    r = tl.load(dr + tile_offsets(tile, C, V))
-    wide_r = r.to(tl.float32)
-    db = tl.sum(wide_r * load_rows(v, n, start, h, 0, real, T, HV, V, C, V), axis=1)
-    store_rows(dv_out, b[:, None] * wide_r, n, start, h, 0, T, HV, V, C, V)
-    x = tl.load(x_in + tile_offsets(tile, C, V))
-    out = load_rows(do, n, start, h, 0, real, T, HV, V, C, V).to(DOT)
-    i, j = grid_ij(C)
-    below = same & (i > j)
-    square = tile_offsets(tile, C, C)
-    tl.store(dp + square, tl.where(below, dot(out, x.T, DOT), 0.0).to(DOT))
-    tl.store(dl + square, tl.where(below, -dot(r, x.T, DOT), 0.0).to(DOT))
-    row = tile.to(tl.int64) * C + tl.arange(0, C)
-    tl.store(own_out + row, tl.sum(out.to(tl.float32) * x.to(tl.float32), axis=1))
-    tl.store(db_out + row, db)
-
-
-@triton.jit
-def normalise_backward(
-    dy, dx, x, y_dy, n, start, h, real, T,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
-):
-    """Writes the gradient by x, from that by y = x * inverse_norm(x)."""
-    rows = load_rows(x, n, start, h // (HV // H), 0, real, T, H, K, C, K)
-    inverse = inverse_norm(rows, True, C)
-    grad = load_rows(dy, n, start, h, 0, real, T, HV, K, C, K)
-    grad = (grad - rows * (inverse * y_dy)[:, None]) * inverse[:, None]
-    store_rows(dx, grad, n, start, h, 0, T, HV, K, C, K)
-
-
-@triton.jit
-def finish_kernel(
-    q, k, beta, ids, sums, db_in, dy_q, dy_k,
-    dq_out, dk_out, dbeta_out,
-    T, N,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
-    W: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """Per chunk and head: what needs sums over all channels. Norms and beta."""
-    tile = tl.program_id(0)
-    h = tile % HV
-    chunks = tl.cdiv(T, C)
-    start = (tile // HV) % chunks * C
-    n = tile // (HV * chunks)
-    real = real_rows(ids, n, start, T, C, PACKED)
-    db = tl.load(db_in + tile.to(tl.int64) * C + tl.arange(0, C))
-    q_dq, k_dk = tl.zeros_like(db), tl.zeros_like(db)
-    for part in tl.static_range(K // W):
-        at = sums + (tl.cast(N, tl.int64) * part + tile) * (3 * C) + tl.arange(0, C)
-        db += tl.load(at)
-        q_dq += tl.load(at + C)
-        k_dk += tl.load(at + 2 * C)
-    at = (n.to(tl.int64) * T + start + tl.arange(0, C)) * HV + h
-    raw_b = tl.load(beta + at, mask=real, other=0.0).to(tl.float32)
-    db = strength_backward(db, raw_b, SIGMOID, DOUBLE).to(dbeta_out.dtype.element_ty)
-    tl.store(dbeta_out + at, tl.where(real, db, 0.0), mask=start + tl.arange(0, C) < T)
-    if NORM:
-        normalise_backward(dy_q, dq_out, q, q_dq, n, start, h, real, T, H, HV, K, C)
-        normalise_backward(dy_k, dk_out, k, k_dk, n, start, h, real, T, H, HV, K, C)

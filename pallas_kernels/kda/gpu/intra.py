@@ -29,6 +29,9 @@ from pallas_kernels.kda.gpu.tiles import (
     write_strength,
 )
 
+# Parameters stand in rows; one a line would hide the kernels.
+# fmt: off
+
 
 @triton.jit
 def level_tiles(
@@ -144,5 +147,5 @@ def intra_kernel(
     square = tile_offsets(tile, C, C)
     tl.store(p_out + square, tl.where(same, p, 0.0).to(DOT))
     lower = tl.where(same, b[:, None] * m, 0.0)
-    INV: tl.constexpr = tl.float16 if DOT == tl.bfloat16 else tl.float32
+    INV: tl.constexpr = tl.float16 if tl.bfloat16 == DOT else tl.float32
     tl.store(a_out + square, unit_lower_inverse(lower, C, INV).to(DOT))

@@ -14,9 +14,15 @@ import triton.language as tl
 
 from pallas_kernels.kda.gpu.tiles import dot, real_rows
 
+# Parameters stand in rows; one a line would hide the kernels.
+# fmt: off
+
 
 @triton.jit
-def place(T, NSEG, HV: tl.constexpr, W: tl.constexpr, BV: tl.constexpr, C: tl.constexpr):
+def place(
+    T, NSEG,
+    HV: tl.constexpr, W: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+):
     """This program's column block, head, batch row, segment, and range of chunks."""
     pid = tl.program_id(0)
     column = pid % (W // BV) * BV
@@ -30,7 +36,10 @@ def place(T, NSEG, HV: tl.constexpr, W: tl.constexpr, BV: tl.constexpr, C: tl.co
 
 
 @triton.jit
-def tokens(ptr, n, T, HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr):
+def tokens(
+    ptr, n, T,
+    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+):
     """Descriptor of one batch row of [B,T,HV,V] in tiles [C,BV]."""
     return tl.make_tensor_descriptor(
         ptr + n.to(tl.int64) * T * (HV * V), [T, HV * V], [HV * V, 1], [C, BV]
@@ -38,13 +47,19 @@ def tokens(ptr, n, T, HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl
 
 
 @triton.jit
-def tiles(ptr, count, R: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+def tiles(
+    ptr, count,
+    R: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):
     """Descriptor of `count` tiles [R,D] in blocks [BR,BD]."""
     return tl.make_tensor_descriptor(ptr, [count * R, D], [D, 1], [BR, BD])
 
 
 @triton.jit
-def store_tile(target, x, row, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
+def store_tile(
+    target, x, row,
+    R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+):
     """Writes [R,D] in pieces [R,HALF], which share one buffer with other stores."""
     if D == HALF:
         target.store([row, 0], x)
@@ -56,8 +71,10 @@ def store_tile(target, x, row, R: tl.constexpr, D: tl.constexpr, HALF: tl.conste
 
 
 @triton.jit
-def state_offsets(n, segment, h, column, NSEG, HV: tl.constexpr, K: tl.constexpr,
-                  W: tl.constexpr, BV: tl.constexpr):
+def state_offsets(
+    n, segment, h, column, NSEG,
+    HV: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BV: tl.constexpr,
+):
     """Offsets [BV,K] into states [B,NSEG,HV,K,W]."""
     at = (n.to(tl.int64) * NSEG + segment) * HV + h
     v = column + tl.arange(0, BV)[:, None]
@@ -65,8 +82,10 @@ def state_offsets(n, segment, h, column, NSEG, HV: tl.constexpr, K: tl.constexpr
 
 
 @triton.jit
-def first_state(ptr, offsets, column, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-                SUMMARY: tl.constexpr):
+def first_state(
+    ptr, offsets, column,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SUMMARY: tl.constexpr,
+):
     """State before the first chunk; for a summary, [0 | I]."""
     if SUMMARY:
         v = column - V + tl.arange(0, BV)[:, None]

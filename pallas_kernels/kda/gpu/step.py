@@ -5,6 +5,9 @@ import triton.language as tl
 
 from pallas_kernels.kda.gpu.tiles import LOG2E, exp2, sigmoid, softplus
 
+# Parameters stand in rows; one a line would hide the kernels.
+# fmt: off
+
 
 @triton.jit
 def step_kernel(

@@ -19,6 +19,9 @@ bit. Entries outside a level may be infinite; they are selected away, never mult
 import triton
 import triton.language as tl
 
+# Parameters stand in rows; one a line would hide the kernels.
+# fmt: off
+
 LOG2E = tl.constexpr(1.4426950408889634)
 SHIFT = tl.constexpr(115.0)
 UNSHIFT = tl.constexpr(2.0**-115)
@@ -94,7 +97,7 @@ def dot(a, b, DOT: tl.constexpr):
 @triton.jit
 def stretch_sum(w, x, DOT: tl.constexpr):
     """w @ x for a matrix of 0 and 1, nearly in float32: x goes in two halves."""
-    if DOT == tl.float32:
+    if tl.float32 == DOT:
         total = tl.dot(w.to(tl.float32), x, input_precision="tf32x3")
     else:
         high = x.to(DOT)
@@ -104,21 +107,30 @@ def stretch_sum(w, x, DOT: tl.constexpr):
 
 
 @triton.jit
-def row_offsets(n, start, h, column, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+def row_offsets(
+    n, start, h, column, T,
+    H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+):
     """Offsets [C,W] into one head of [B,T,H,D], from token `start` and `column` on."""
     base = ((n.to(tl.int64) * T + start) * H + h) * D + column
     return base + tl.arange(0, C)[:, None] * (H * D) + tl.arange(0, W)[None, :]
 
 
 @triton.jit
-def load_rows(ptr, n, start, h, column, real, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+def load_rows(
+    ptr, n, start, h, column, real, T,
+    H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+):
     """Tile [C,W] of one head of [B,T,H,D] as float32; 0 where not real."""
     offsets = row_offsets(n, start, h, column, T, H, D, C, W)
     return tl.load(ptr + offsets, mask=real[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_rows(ptr, x, n, start, h, column, T, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+def store_rows(
+    ptr, x, n, start, h, column, T,
+    H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+):
     """Writes a tile [C,W] to one head of [B,T,H,D]."""
     offsets = row_offsets(n, start, h, column, T, H, D, C, W)
     inside = start + tl.arange(0, C) < T
