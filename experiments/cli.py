@@ -14,6 +14,7 @@ import pathlib
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from absl import app, flags, logging
 
@@ -68,6 +69,11 @@ def run(
 
 def load_config(overrides: Sequence[str]) -> Config:
     """The checked config that `--config` and the overrides describe."""
+    return config_io.from_dict(load_values(), overrides)
+
+
+def load_values() -> Any:
+    """What `get_config` of the file in `--config` returns."""
     path, _, argument = flags.FLAGS.config.partition(":")
     file = pathlib.Path(path)
     if not file.is_file():
@@ -81,10 +87,9 @@ def load_config(overrides: Sequence[str]) -> Config:
     if not hasattr(module, "get_config"):
         raise UserError(f"--config={path}: defines no get_config()")
     try:
-        values = module.get_config(argument) if argument else module.get_config()
+        return module.get_config(argument) if argument else module.get_config()
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise UserError(f"--config={flags.FLAGS.config}: {error}") from error
-    return config_io.from_dict(values, overrides)
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

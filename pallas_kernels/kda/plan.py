@@ -245,7 +245,7 @@ class Plan:
         arrays |= {"do": do, "x_in": x, "s": s, "ds": ds, "dr": dr}
         arrays |= {"dp": dp, "dl": dl, "b_in": b, "rows_in": rows}
         names = ("T", "scale", "bound", "H", "HV", "K", "C", "WIDE", "GATE", "PACKED")
-        dq, dk, dg, dA, dbias, sums = launch(
+        dq, dk, dg, dA, dbias, partial = launch(
             grads_kernel,
             arrays,
             outputs,
@@ -257,7 +257,7 @@ class Plan:
             N=self.N,
             **self._some(names),
         )
-        dq, dk, dbeta = self._finish(inputs, codes, sums, db, dq, dk, width)
+        dq, dk, dbeta = self._finish(inputs, codes, partial, db, dq, dk, width)
         dq, dk = (self._sum_groups(dx, x) for dx, x in ((dq, inputs.q), (dk, inputs.k)))
         by_head = -1, self.HV, self.K
         dA_log = ddt_bias = None

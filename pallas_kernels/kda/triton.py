@@ -106,9 +106,11 @@ def _save(inputs, initial_state_BHKV, runs, options):
 
 
 def _differentiate(options, saved, cotangents):
+    from pallas_kernels.kda.gpu.launch import match_axes
+
     do_BTHV, dfinal_state = cotangents
     dinputs, dinitial_state = _backward(saved, do_BTHV, dfinal_state, options)
-    return dinputs, dinitial_state, None
+    return jax.tree.map(match_axes, dinputs, saved.inputs), dinitial_state, None
 
 
 kda_triton.defvjp(_save, _differentiate)

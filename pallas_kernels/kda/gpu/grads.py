@@ -109,7 +109,9 @@ def level_terms(
     """Any gate: writes dq and dk before the norms.
 
     Returns rowsum(k . rise), rowsum(q . dq), rowsum(k . dk), dG, and what the last row
-    of dG gets on top.
+    of dG gets on top. dG takes the operands of the products as they were rounded. What
+    a pair adds to its row then cancels what it takes from its column, as it must in the
+    sum over tokens.
     """
     key = h // (HV // H)
     k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
@@ -124,20 +126,26 @@ def level_terms(
     x = tl.load(x_in + tile_offsets(anew(tile), C, V))
     fall = post * state_product(x, ds, tile, column, C, K, V, W, DOT)
     from_state = tl.sum(k_rows * fall, axis=0)
+    dg = q_rows * dq + k_rows * (b[:, None] * rise - fall)
     square = tile_offsets(tile, C, C)
     for level in range(levels(C)):
         factor = pair_factor(decay, level, C, DOT)
         mask = level_mask(1 << level, C)
-        left, right = q_rows * factor, k_rows * factor
+        left, right = (q_rows * factor).to(DOT), (k_rows * factor).to(DOT)
+        scaled = (b[:, None] * k_rows * factor).to(DOT)
         p_pairs = tl.where(mask, tl.load(dp + square), 0.0).to(DOT)
         l_pairs = tl.where(mask, tl.load(dl + square), 0.0).to(DOT)
-        dq += factor * dot(p_pairs, right, DOT)
-        rise += factor * dot(l_pairs, right, DOT)
-        up = dot(p_pairs.T, left, DOT) + dot(l_pairs.T, b[:, None] * right, DOT)
-        fall += factor * up
+        pairs = dot(p_pairs, right, DOT)
+        dq += factor * pairs
+        dg += left.to(tl.float32) * pairs
+        pairs = dot(l_pairs, right, DOT)
+        rise += factor * pairs
+        dg += scaled.to(tl.float32) * pairs
+        pairs = dot(p_pairs.T, left, DOT) + dot(l_pairs.T, scaled, DOT)
+        fall += factor * pairs
+        dg -= right.to(tl.float32) * pairs
     k_rise = tl.sum(k_rows * rise, axis=1)
     rise *= b[:, None]
-    dg = q_rows * dq + k_rows * (rise - fall)
     # The diagonal of P holds no decay.
     dk = rise + fall + own[:, None] * q_rows
     dq += own[:, None] * k_rows
@@ -159,7 +167,7 @@ def wide_queries(
     q_rows = scaled_rows(q, q_factor, n, start, key, column, real, T, H, K, C, W)
     factor = wide_row(since)
     pairs = dot(load_near(dp, tile, C, WIDE), near, DOT)
-    pairs += UNSHIFT * dot(load_far(dp, tile, C, WIDE), far, DOT)
+    pairs += dot(load_far(dp, tile, C, WIDE), far, DOT) * UNSHIFT
     q_left = (q_rows * factor).to(DOT)
     dg = q_left.to(tl.float32) * pairs
     dq = factor * pairs
@@ -185,7 +193,7 @@ def wide_rises(
     k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
     factor = wide_row(since)
     pairs = dot(load_near(dl, tile, C, WIDE), near, DOT)
-    pairs += UNSHIFT * dot(load_far(dl, tile, C, WIDE), far, DOT)
+    pairs += dot(load_far(dl, tile, C, WIDE), far, DOT) * UNSHIFT
     pre = tl.where(enters[:, None], from_start(factor, first, C, WIDE), 0.0)
     r = tl.load(dr + tile_offsets(anew(tile), C, V))
     states = pre * state_product(r, s, tile, column, C, K, V, W, DOT)
@@ -232,8 +240,6 @@ def wide_terms(
 ):
     """Bounded gate: does what `level_terms` does.
 
-    dG takes the operands of the products as they were rounded. What a pair adds to its
-    row then cancels what it takes from its column, as it must in the sum over tokens.
     Registers are short, so rows are loaded and factors computed anew in each phase.
     """
     key = h // (HV // H)

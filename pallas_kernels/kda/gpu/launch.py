@@ -47,10 +47,11 @@ def launch(
       The outputs.
     """
     if interpreting(kernel):
-        return _interpret(kernel, inputs, outputs, programs, settings)
+        made = _interpret(kernel, inputs, outputs, programs, settings)
+        return _vary_like(made, inputs)
     import jax_triton
 
-    return jax_triton.triton_call(
+    made = jax_triton.triton_call(
         **inputs,
         **settings,
         kernel=kernel,
@@ -60,6 +61,29 @@ def launch(
         num_stages=num_stages,
         name=kernel.fn.__name__,
     )
+    return _vary_like(made, inputs)
+
+
+def varying(x: Array) -> frozenset[str]:
+    """Axes of the surrounding `jax.shard_map` over which an array differs."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def match_axes(dx: Array, x: Array) -> Array:
+    """Gives a gradient the mesh axes of its input: sums over those x does not have."""
+    if surplus := varying(dx) - varying(x):
+        dx = jax.lax.psum(dx, tuple(surplus))
+    if missing := varying(x) - varying(dx):
+        dx = jax.lax.pcast(dx, tuple(missing), to="varying")
+    return dx
+
+
+def _vary_like(made, inputs):
+    """Results of a kernel differ over every mesh axis that an input differs over."""
+    axes = frozenset().union(*(varying(x) for x in inputs.values()))
+    if not axes:
+        return tuple(made)
+    return tuple(jax.lax.pcast(x, tuple(axes), to="varying") for x in made)
 
 
 def _interpret(kernel, inputs, outputs, programs, settings):

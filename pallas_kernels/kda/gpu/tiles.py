@@ -97,12 +97,13 @@ def dot(a, b, DOT: tl.constexpr):
 @triton.jit
 def stretch_sum(w, x, DOT: tl.constexpr):
     """w @ x for a matrix of 0 and 1, nearly in float32: x goes in two halves."""
+    ones = w.to(tl.float32).to(DOT)
     if tl.float32 == DOT:
-        total = tl.dot(w.to(tl.float32), x, input_precision="tf32x3")
+        total = tl.dot(ones, x, input_precision="tf32x3")
     else:
         high = x.to(DOT)
         low = (x - high.to(tl.float32)).to(DOT)
-        total = tl.dot(w.to(DOT), low, tl.dot(w.to(DOT), high))
+        total = tl.dot(ones, low, tl.dot(ones, high))
     return total
 
 
@@ -261,7 +262,7 @@ def wide_row(since):
 
 @triton.jit
 def wide_column(since):
-    return exp2_again(-SHIFT - since)
+    return exp2_again(-(since + SHIFT))
 
 
 @triton.jit
@@ -276,8 +277,8 @@ def to_block_end(column, first, total, C: tl.constexpr, WIDE: tl.constexpr):
     """Decay after the token up to the end of its block, from column factors."""
     first_block = tl.arange(0, C)[:, None] < WIDE
     # One select a vector: a select between two makes Triton move whole tiles.
-    column *= tl.where(first_block, exp2(SHIFT + first)[None, :], 1.0)
-    return column * tl.where(first_block, 1.0, exp2(SHIFT + total - first)[None, :])
+    column *= tl.where(first_block, exp2(first + SHIFT)[None, :], 1.0)
+    return column * tl.where(first_block, 1.0, exp2(total - first + SHIFT)[None, :])
 
 
 @triton.jit
