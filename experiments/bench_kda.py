@@ -24,6 +24,8 @@ SETTINGS: dict[str, Any] = {
     "use_beta_sigmoid": True,
 }
 LARGEST_ERROR = 1e-2
+# Sums over all tokens, which rounding hits harder.
+LARGEST_ERROR_OF_SUMS = 4e-2
 # Bytes per token and head that any forward, or forward and backward, pass moves at
 # least, at widths of 128 in bfloat16: reads q, k, v, g (twice and do), writes o and
 # the gradients.
@@ -92,9 +94,10 @@ def check(name: str, width: int) -> dict:
     errors = jax.tree.map(
         lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)), got, expected
     )
+    sums = max(errors[1].pop(key) for key in ("A_log", "dt_bias"))
     error = max(jax.tree.leaves(errors))
-    if not error < LARGEST_ERROR:
-        raise UserError(f"{name} is wrong, not just slow: relative errors {errors}")
+    if not (error < LARGEST_ERROR and sums < LARGEST_ERROR_OF_SUMS):
+        raise UserError(f"{name} is wrong: relative errors {errors}, of sums {sums}")
     return {"case": "relative error", "implementation": name, "error": error}
 
 

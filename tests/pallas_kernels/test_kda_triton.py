@@ -86,6 +86,8 @@ def compare(x, ids=None, dtype="float32", tolerance=None, **settings):
     limit = tolerance or TOLERANCE[dtype]
     # Sums over all tokens, in which rounding of different signs does not cancel.
     limits = {"dA_log": 4 * limit, "ddt_bias": 4 * limit}
+    # The difference of two products with dR, which is kept in the inputs' dtype.
+    limits["dbeta"] = 1.5 * limit
     if not np.any(x["g"] > -5.0):
         # dG adds terms of order 1 that cancel but for exp(-5).
         limits["dg"] = 4 * limit
@@ -117,6 +119,7 @@ def test_any_length(time):
     compare(cases.prepared("random", time), lower_bound=-5.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", [None, IDS], ids=["plain", "packed"])
 def test_segments_change_nothing(ids, monkeypatch):
     """A row cut into segments that run side by side."""
@@ -219,6 +222,7 @@ def assert_same(got, expected):
         np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_vmap_and_checkpoint():
     x = float_inputs()
     plain = jax.grad(loss)(x)
