@@ -14,6 +14,7 @@ import pathlib
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from absl import app, flags, logging
 
@@ -47,6 +48,7 @@ def run(
         required = {"config": config, "workdir": workdir}
         flags.mark_flags_as_required([name for name in required if required[name]])
     argv, overrides = split_overrides(sys.argv)
+    _set_xla_flags()
     # Libraries log every checkpoint and device; a run prints its own lines.
     logging.set_verbosity(logging.WARNING)
 
@@ -70,6 +72,15 @@ def run(
     app.run(guarded, argv=argv)
 
 
+def _set_xla_flags() -> None:
+    """Flags that the project needs; those that the user has set stay as they are."""
+    flags_set = os.environ.get("XLA_FLAGS", "")
+    # jaxlib 0.11.2 cannot update command buffers around the Triton kernels of KDA.
+    if "xla_gpu_enable_command_buffer" not in flags_set:
+        flags_set = f"{flags_set} --xla_gpu_enable_command_buffer=".strip()
+    os.environ["XLA_FLAGS"] = flags_set
+
+
 def load_config(overrides: Sequence[str]) -> Config:
     """The checked config that `--config` and the overrides describe.
 
@@ -77,6 +88,11 @@ def load_config(overrides: Sequence[str]) -> Config:
     """
     if flags.FLAGS.config is None:
         return config_io.from_dict(common.base(), overrides)
+    return config_io.from_dict(load_values(), overrides)
+
+
+def load_values() -> Any:
+    """What `get_config` of the file in `--config` returns."""
     path, _, argument = flags.FLAGS.config.partition(":")
     file = pathlib.Path(path)
     if not file.is_file():
@@ -90,10 +106,9 @@ def load_config(overrides: Sequence[str]) -> Config:
     if not hasattr(module, "get_config"):
         raise UserError(f"--config={path}: defines no get_config()")
     try:
-        values = module.get_config(argument) if argument else module.get_config()
+        return module.get_config(argument) if argument else module.get_config()
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise UserError(f"--config={flags.FLAGS.config}: {error}") from error
-    return config_io.from_dict(values, overrides)
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -7,13 +7,15 @@ import runpy
 
 import pytest
 
+from experiments import bench
 from kimi_jax import accounting, config_io, layout, sharding
 
 FILES = sorted(
     path
     for path in pathlib.Path("configs").glob("*.py")
-    if path.stem not in ("__init__", "common")
+    if path.stem not in ("__init__", "common") and not path.stem.startswith("bench_")
 )
+BENCHES = sorted(pathlib.Path("configs").glob("bench_*.py"))
 
 
 def load(name: str, *arguments: str):
@@ -31,8 +33,19 @@ def test_every_file_builds_and_says_what_it_is_for(path):
     module = runpy.run_path(str(path))
     config = config_io.from_dict(module["get_config"]())
     assert layout.plan(config.model)
+    assert_says_what_it_is_for(module["__doc__"])
+
+
+@pytest.mark.parametrize("path", BENCHES, ids=lambda path: path.stem)
+def test_every_bench_says_what_it_is_for(path):
+    module = runpy.run_path(str(path))
+    assert module["get_config"]().suite in bench.SUITES
+    assert_says_what_it_is_for(module["__doc__"])
+
+
+def assert_says_what_it_is_for(doc):
     for word in ("Question:", "Command:", "Cost:", "Expect:"):
-        assert word in module["__doc__"], f"{path} does not say {word}"
+        assert word in doc, f"does not say {word}"
 
 
 @pytest.mark.parametrize("length", [8192, 65536, 1048576])

@@ -1,7 +1,7 @@
 """Who may import whom, and that importing does nothing else.
 
     configs          ->  ml_collections
-    pallas_kernels   ->  jax
+    pallas_kernels   ->  jax; its GPU kernels triton as well, which others import late
     kimi_jax.ops     ->  pallas_kernels
     kimi_jax.modules ->  kimi_jax.ops, config, layout
     rest of kimi_jax ->  all of kimi_jax
@@ -44,6 +44,7 @@ OURS = {
 OTHERS = {
     "configs": {"ml_collections"},
     "pallas_kernels": {"jax", "numpy"},
+    "pallas_kernels.kda.gpu": {"jax", "jax_triton", "numpy", "triton"},
     "kimi_jax.ops": {"jax", "numpy"},
     "kimi_jax.data": {"etils", "grain", "numpy"},
 }
@@ -59,6 +60,8 @@ def modules() -> Iterator[str]:
 MODULES = list(modules())
 FLAGS = {"absl.app", "absl.flags", "argparse", "ml_collections.config_flags"}
 KNOWN = {*MODULES, *FLAGS}
+# Need an optional package to import, so others import them inside functions.
+OPTIONAL = {m for m in MODULES if m.startswith("pallas_kernels.kda.gpu.")}
 
 
 @cache
@@ -131,8 +134,14 @@ def test_no_import_cycles() -> None:
     assert not graph, f"import cycle among {sorted(graph)}"
 
 
+@pytest.mark.parametrize("module", sorted({*MODULES} - OPTIONAL))
+def test_optional_modules_are_imported_late(module: str) -> None:
+    wrong = sorted(imports(iter(tree(module).body)) & OPTIONAL)
+    assert not wrong, f"{module} imports {wrong} at the top; do so inside functions"
+
+
 def test_importing_starts_no_backend_and_prints_nothing() -> None:
-    below = [module for module in MODULES if not within(module, {"experiments"})]
+    below = [m for m in MODULES if not within(m, {"experiments"} | OPTIONAL)]
     # Any use of a device fails, as there is no platform of this name.
     environment = {**os.environ, "JAX_PLATFORMS": "none_such"}
     done = subprocess.run(

@@ -26,37 +26,51 @@ from pallas_kernels.kda.checks import check_arrays, check_options
 from pallas_kernels.kda.gates import Inputs, Options, accumulation_dtype, prepare
 from pallas_kernels.kda.reference import kda_reference, update
 from pallas_kernels.kda.segments import Runs, find_runs
+from pallas_kernels.kda.triton import kda_triton, step_triton, why_not
 from pallas_kernels.kda.xla import kda_xla
 
 Array = jax.Array
 
 _Implementation = Callable[[Inputs, Array, Runs | None, Options], tuple[Array, Array]]
 _IMPLEMENTATIONS: dict[str, _Implementation] = {
+    "triton": kda_triton,
     "xla": kda_xla,
     "reference": kda_reference,
 }
 
 
-def choose_implementation(implementation: str | None, platform: str) -> tuple[str, str]:
+def choose_implementation(
+    implementation: str | None, platform: str, inputs: Inputs | None = None
+) -> tuple[str, str]:
     """Says which implementation `kda` runs, and why.
 
     Args:
-      implementation: what the caller asked for; None leaves the choice to us.
+      implementation: what the caller asked for; None leaves the choice to us: the
+        Triton kernels where they run, else chunked XLA.
       platform: "cpu", "gpu" or "tpu", as `jax.default_backend()` returns it.
+      inputs: raw inputs, whose sizes and dtypes count too; None answers without.
 
     Returns:
       (name, reason), the reason fit for a log line.
 
     Raises:
-      ValueError: unknown implementation.
+      ValueError: unknown implementation, or one that cannot run here.
     """
     if implementation is None:
-        return "xla", f"chunked XLA runs everywhere; no kernel for {platform} exists"
+        obstacle = why_not(platform, inputs)
+        if obstacle is None:
+            return "triton", "fused kernels for this GPU"
+        return "xla", f"chunked XLA runs everywhere; not triton: {obstacle}"
     if implementation not in _IMPLEMENTATIONS:
         names = ", ".join(repr(name) for name in _IMPLEMENTATIONS)
         raise ValueError(
             f"implementation={implementation!r} does not exist; choose one of {names}, "
             "or None for the default"
+        )
+    if implementation == "triton" and (obstacle := why_not(platform, inputs, True)):
+        raise ValueError(
+            f"implementation='triton' cannot run here: {obstacle}; use 'xla', or None "
+            "for the default"
         )
     return implementation, "asked for by name"
 
@@ -107,7 +121,6 @@ def kda(
     Raises:
       ValueError: a shape, dtype or setting that does not fit, and how to mend it.
     """
-    name, _ = choose_implementation(implementation, jax.default_backend())
     inputs = _inputs(q, k, v, g, beta, A_log, dt_bias)
     state, ids = _optional(initial_state), _optional(segment_ids)
     check_arrays(inputs, state, ids, lead=("B", "T"))
@@ -115,6 +128,7 @@ def kda(
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
     options = Options(scale, lower_bound, *flags, chunk_size)
     check_options(inputs, options)
+    name, _ = choose_implementation(implementation, jax.default_backend(), inputs)
     o, state = _run(name, inputs, state, ids, options)
     return o.astype(inputs.v.dtype), state if output_final_state else None
 
@@ -135,6 +149,7 @@ def kda_step(
     use_qk_l2norm: bool = False,
     use_beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
+    implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """Advances the state by one token, for decoding.
 
@@ -159,6 +174,9 @@ def kda_step(
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
     options = Options(scale, lower_bound, *flags)
     check_options(inputs, options)
+    name, _ = choose_implementation(implementation, jax.default_backend(), inputs)
+    if name == "triton":
+        return step_triton(inputs, state, options)
     state, o = update(state, prepare(inputs, None, options, state.dtype))
     return o.astype(inputs.v.dtype), state
 

@@ -1,0 +1,95 @@
+"""Time one part of the project: python -m experiments.bench --config=... --workdir=DIR
+
+The config names the suite. Results are checked before they are timed. Prints a table;
+writes results.json and results.png into the workdir.
+"""
+
+import ast
+import json
+import pathlib
+
+from absl import flags
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.table import Table
+
+from experiments import bench_kda, cli
+from kimi_jax.errors import UserError
+
+SUITES = {"kda": bench_kda.run}
+
+
+def main(overrides: list[str]) -> None:
+    config = load(overrides)
+    folder = pathlib.Path(flags.FLAGS.workdir)
+    folder.mkdir(parents=True, exist_ok=True)
+    result = SUITES[config.suite](config)
+    (folder / "results.json").write_text(json.dumps(result, indent=2))
+    draw(result["rows"], folder / "results.png")
+    show(result)
+
+
+def load(overrides: list[str]) -> ConfigDict:
+    """The values of --config with overrides such as `rounds=3` or `peer=False`."""
+    config = ConfigDict(cli.load_values())
+    for override in overrides:
+        name, _, text = override.partition("=")
+        if name not in config:
+            raise UserError(
+                f"--config.{name} does not exist; there are {', '.join(config)}"
+            )
+        try:
+            config[name] = ast.literal_eval(text.capitalize() if text else "True")
+        except (TypeError, ValueError, SyntaxError) as error:
+            raise UserError(f"--config.{override}: not a value of {name}") from error
+    if config.get("suite") not in SUITES:
+        raise UserError(
+            f"suite={config.get('suite')!r} does not exist; choose of {[*SUITES]}"
+        )
+    return config
+
+
+def show(result: dict) -> None:
+    table = Table(title=f"{result['device']}, {result['versions']}")
+    columns = list(dict.fromkeys(name for row in result["rows"] for name in row))
+    for name in columns:
+        table.add_column(name)
+    for row in result["rows"]:
+        table.add_row(*(_text(row.get(name)) for name in columns))
+    Console(width=160).print(table)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def draw(rows: list[dict], path: pathlib.Path) -> None:
+    """Bars of milliseconds, one group a case, on a log scale."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    timed = [row for row in rows if row.get("ms")]
+    cases = list(dict.fromkeys(row["case"] for row in timed))
+    names = list(dict.fromkeys(row["implementation"] for row in timed))
+    figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
+    for i, name in enumerate(names):
+        mine = {
+            row["case"]: row["ms"] for row in timed if row["implementation"] == name
+        }
+        places = [cases.index(case) + 0.8 * i / len(names) for case in mine]
+        axes.bar(
+            places, list(mine.values()), 0.8 / len(names), align="edge", label=name
+        )
+    axes.set_xticks(range(len(cases)), cases, rotation=30, ha="right", fontsize=8)
+    axes.set(yscale="log", ylabel="milliseconds")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    cli.run(main, config=True, workdir=True)

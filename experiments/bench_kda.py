@@ -1,0 +1,189 @@
+"""KDA: forward, forward + backward and decoding; ours, XLA and the peer.
+
+Gate, l2norm and sigmoid run inside, on random data. Before anything is timed, each
+implementation is compared with the recurrence in float32 on a short sequence.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from kimi_jax.errors import UserError
+from pallas_kernels.kda import choose_implementation, kda, kda_step
+
+SETTINGS: dict[str, Any] = {
+    "lower_bound": -5.0,
+    "use_gate_in_kernel": True,
+    "use_qk_l2norm": True,
+    "use_beta_sigmoid": True,
+}
+LARGEST_ERROR = 1e-2
+# Sums over all tokens, which rounding hits harder.
+LARGEST_ERROR_OF_SUMS = 4e-2
+# Bytes per token and head that any forward, or forward and backward, pass moves at
+# least, at widths of 128 in bfloat16: reads q, k, v, g (twice and do), writes o and
+# the gradients.
+LEAST_BYTES = {"forward": 1282, "forward+backward": 3846}
+
+
+def run(config: ConfigDict) -> dict:
+    """Returns the device, versions and one row a measurement."""
+    platform = jax.default_backend()
+    names = []
+    for name in config.implementations:
+        try:
+            names.append(choose_implementation(name, platform)[0])
+        except ValueError as error:
+            print(f"skipped: {error}")
+    if not names:
+        raise UserError("no implementation of the config runs here")
+    rows = [check(name, config.width) for name in names]
+    for shape in config.shapes:
+        for name in names:
+            if name == "xla" and shape[1] * shape[0] * shape[2] > config.largest_xla:
+                continue
+            rows += timed(name, shape, config)
+    for batch in config.decode_batches:
+        rows += [decode(name, batch, config) for name in names]
+    if config.peer:
+        rows += peer(config)
+    return {
+        "device": jax.devices()[0].device_kind,
+        "versions": f"jax {jax.__version__}",
+        "rows": rows,
+    }
+
+
+def arrays(batch: int, length: int, heads: int, width: int) -> dict[str, jax.Array]:
+    keys = iter(jax.random.split(jax.random.key(0), 6))
+    wide = (batch, length, heads, width)
+    x = {n: jax.random.normal(next(keys), wide, jnp.bfloat16) for n in "qkvg"}
+    x["beta"] = jax.random.normal(next(keys), wide[:3], jnp.bfloat16)
+    x["A_log"] = jnp.zeros(heads)
+    x["dt_bias"] = 0.1 * jax.random.normal(next(keys), (heads * width,))
+    return x
+
+
+def forward(x: dict[str, jax.Array], name: str) -> jax.Array:
+    settings: dict[str, Any] = {**x, **SETTINGS}
+    return kda(**settings, implementation=name)[0]
+
+
+def backward(x: dict[str, jax.Array], do: jax.Array, name: str) -> Any:
+    return jax.vjp(partial(forward, name=name), x)[1](do)
+
+
+def check(name: str, width: int) -> dict:
+    """Compares outputs and gradients with the recurrence; raises if they are off."""
+    x = arrays(2, 300, 2, width)
+    do = jax.random.normal(jax.random.key(1), x["v"].shape, jnp.bfloat16)
+
+    def everything(x, do, name):
+        o, vjp = jax.vjp(partial(forward, name=name), x)
+        return o, vjp(do.astype(o.dtype))[0]
+
+    got = jax.jit(partial(everything, name=name))(x, do)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (x, do))
+    expected = jax.jit(partial(everything, name="reference"))(*wide)
+    errors = jax.tree.map(
+        lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)), got, expected
+    )
+    sums = max(errors[1].pop(key) for key in ("A_log", "dt_bias"))
+    error = max(jax.tree.leaves(errors))
+    if not (error < LARGEST_ERROR and sums < LARGEST_ERROR_OF_SUMS):
+        raise UserError(f"{name} is wrong: relative errors {errors}, of sums {sums}")
+    return {"case": "relative error", "implementation": name, "error": error}
+
+
+def timed(name: str, shape: tuple[int, int, int], config: ConfigDict) -> Iterator[dict]:
+    """Rows for the forward pass and for both passes of one shape."""
+    x = arrays(*shape, config.width)
+    do = jax.random.normal(jax.random.key(1), x["v"].shape, jnp.bfloat16)
+    calls: dict[str, tuple[Callable, tuple]] = {
+        "forward": (partial(forward, name=name), (x,)),
+        "forward+backward": (partial(backward, name=name), (x, do)),
+    }
+    for what, (function, inputs) in calls.items():
+        row: dict[str, Any] = {"case": f"{what} {shape}", "implementation": name}
+        compiled = jax.jit(function).lower(*inputs).compile()
+        memory = compiled.memory_analysis()
+        ms = milliseconds(compiled, inputs, config)
+        floor = LEAST_BYTES[what] * shape[0] * shape[1] * shape[2]
+        row |= {"ms": ms, "floor TB/s": floor / ms / 1e9}
+        if memory is not None:
+            extra = memory.temp_size_in_bytes + memory.output_size_in_bytes
+            row["extra GB"] = extra / 2**30
+        yield row
+
+
+def decode(name: str, batch: int, config: ConfigDict) -> dict:
+    x = arrays(batch, 1, config.decode_heads, config.width)
+    x = {n: a[:, 0] if a.ndim > 2 else a for n, a in x.items()}
+    state = jnp.zeros((batch, config.decode_heads, config.width, config.width))
+    step = jax.jit(lambda x, s: kda_step(**x, state=s, implementation=name, **SETTINGS))
+    return {
+        "case": f"decode batch {batch}",
+        "implementation": name,
+        "ms": milliseconds(step, (x, state), config),
+    }
+
+
+def milliseconds(function: Callable, inputs: tuple, config: ConfigDict) -> float:
+    """Median over rounds of the mean time of calls sent one after the other."""
+    jax.block_until_ready(function(*inputs))
+    times = []
+    for _ in range(config.rounds):
+        start = time.perf_counter()
+        for _ in range(config.calls):
+            result = function(*inputs)
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - start) / config.calls)
+    return 1e3 * statistics.median(times)
+
+
+def peer(config: ConfigDict) -> Iterator[dict]:
+    """flash-linear-attention on the same kind of data, if it is there."""
+    try:
+        import torch
+        from fla.ops.kda import chunk_kda
+        from triton.testing import do_bench
+    except ImportError as error:
+        print(f"peer skipped: {error}")
+        return
+    if not torch.cuda.is_available():
+        print("peer skipped: torch sees no GPU")
+        return
+    flags = {
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "safe_gate": True,
+        "lower_bound": -5.0,
+    }
+    measure = partial(do_bench, return_mode="median")
+    for batch, length, heads in config.shapes:
+        wide = (batch, length, heads, config.width)
+        half = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+        x = {n: torch.randn(wide, **half) for n in "qkvg"}
+        x["beta"] = torch.randn(wide[:3], **half)
+        A_log = torch.zeros(heads, device="cuda")
+        dt_bias = 0.1 * torch.randn(heads * config.width, device="cuda")
+        do = torch.randn_like(x["v"])
+
+        def both(x=x, A_log=A_log, dt_bias=dt_bias, do=do):
+            o, _ = chunk_kda(**x, A_log=A_log, dt_bias=dt_bias, **flags)
+            torch.autograd.grad(o, list(x.values()), do)
+
+        def only(x=x, A_log=A_log, dt_bias=dt_bias):
+            with torch.inference_mode():
+                chunk_kda(**x, A_log=A_log, dt_bias=dt_bias, **flags)
+
+        for what, function in (("forward", only), ("forward+backward", both)):
+            case = f"{what} {(batch, length, heads)}"
+            yield {"case": case, "implementation": "fla", "ms": measure(function)}

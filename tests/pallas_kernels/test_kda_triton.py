@@ -1,0 +1,256 @@
+"""The Triton kernels against the recurrence in float64: values and all gradients.
+
+On a GPU they run as they are (JAX_PLATFORMS=cuda). Elsewhere Triton's interpreter runs
+them, one numpy operation at a time, on the sizes it can bear.
+"""
+
+import os
+
+import jax
+import numpy as np
+import pytest
+
+ON_GPU = jax.default_backend() == "gpu"
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+import jax.numpy as jnp  # noqa: E402
+from jax.sharding import AxisType  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from pallas_kernels.kda import choose_implementation, kda, kda_step  # noqa: E402
+from pallas_kernels.kda import plan as plans  # noqa: E402
+from tests.pallas_kernels import kda_cases as cases  # noqa: E402
+
+# Of the norm.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3}
+REPEATING = ("near duplicates", "identical keys")
+LENGTHS = [20, 5, 50, 15]
+IDS = np.array([np.repeat(ids, LENGTHS) for ids in ([1, 0, 3, 4], [0, 5, 5, 2])])
+TIME = IDS.shape[1]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sizes():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases, "K", 64 if ON_GPU else 32)
+        patch.setattr(cases, "V", 128 if ON_GPU else 16)
+        if not ON_GPU:
+            repair_bfloat16(patch)
+        yield
+
+
+def repair_bfloat16(patch):
+    """Triton 3.7's interpreter multiplies its bit patterns, and cuts off unrounded."""
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounded(x, source, target, mode):
+        if (str(source), str(target)) != ("fp32", "bf16"):
+            return convert(x, source, target, mode)
+        bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+        even = (bits >> 16) & 1
+        return ((bits + 0x7FFF + even) >> 16).astype(np.uint16)
+
+    patch.setattr(interpreter, "_convert_float", rounded)
+    builder = interpreter.InterpreterBuilder
+    plain = builder.create_dot
+
+    def widened(x):
+        if str(x.dtype.scalar) != "bf16":
+            return x
+        bits = x.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), interpreter.tl.float32)
+
+    def create_dot(self, a, b, d, *rest):
+        return plain(self, widened(a), widened(b), d, *rest)
+
+    patch.setattr(builder, "create_dot", create_dot)
+
+
+def compare(x, ids=None, dtype="float32", tolerance=None, **settings):
+    time = x["v"].shape[1]
+    do, dstate = cases.cotangents(time)
+    out = cases.rounded({"o": do}, dtype)["o"], dstate
+    got = cases.run(x, ids, out, dtype, implementation="triton", **settings)
+    settings.pop("chunk_size", None)
+    expected = cases.run(
+        cases.rounded(x, dtype), ids, out, implementation="reference", **settings
+    )
+    errors = {
+        name: np.linalg.norm(got[name] - y) / max(np.linalg.norm(y), 1e-30)
+        for name, y in expected.items()
+    }
+    limit = tolerance or TOLERANCE[dtype]
+    # Sums over all tokens, in which rounding of different signs does not cancel.
+    limits = {"dA_log": 4 * limit, "ddt_bias": 4 * limit}
+    # The difference of two products with dR, which is kept in the inputs' dtype.
+    limits["dbeta"] = 1.5 * limit
+    if not np.any(x["g"] > -5.0):
+        # dG adds terms of order 1 that cancel but for exp(-5).
+        limits["dg"] = 4 * limit
+    large = {n: float(e) for n, e in errors.items() if not e < limits.get(n, limit)}
+    assert not large, f"relative errors {large}, tolerance {limit}"
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_production_settings_packed(dtype, lower_bound):
+    settings = {**cases.IN_KERNEL, "lower_bound": lower_bound, "scale": 0.3}
+    compare(cases.raw(TIME), IDS, dtype, **settings)
+
+
+@pytest.mark.parametrize("kind", ["floor", *REPEATING, "beta up to 2", "unbounded"])
+def test_hard_inputs(kind):
+    bound = None if kind == "unbounded" else -5.0
+    compare(cases.prepared(kind, 70), lower_bound=bound)
+
+
+@pytest.mark.parametrize("kind", ["floor", "steps", *REPEATING])
+def test_hard_inputs_in_bfloat16(kind):
+    tolerance = 1.5e-2 if kind in REPEATING else None
+    compare(cases.prepared(kind, 70), None, "bfloat16", tolerance, lower_bound=-5.0)
+
+
+@pytest.mark.parametrize("time", [1, 15, 16, 17, 63, 64, 65])
+def test_any_length(time):
+    compare(cases.prepared("random", time), lower_bound=-5.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ids", [None, IDS], ids=["plain", "packed"])
+def test_segments_change_nothing(ids, monkeypatch):
+    """A row cut into segments that run side by side."""
+    monkeypatch.setattr(plans, "LEAST_CHUNKS", 1)
+    monkeypatch.setattr(plans, "PROCESSORS", 1000)
+    compare(cases.prepared("random", TIME), ids, lower_bound=-5.0, chunk_size=16)
+
+
+def test_padding_is_inert():
+    """Not even NaN and infinity in padding change anything."""
+    x = cases.raw(TIME)
+    settings = {**cases.IN_KERNEL, "lower_bound": -5.0, "dtype": "float32"}
+    settings["implementation"] = "triton"
+    padding = IDS == 0
+    clean = cases.run(x, IDS, cases.cotangents(TIME), **settings)
+    assert np.all(clean["o"][padding] == 0)
+    do, dstate = cases.cotangents(TIME)
+    dirty = {name: value.copy() for name, value in x.items()}
+    for name in ("q", "k", "v", "g", "beta"):
+        dirty[name][padding] = np.nan if name in "qvg" else np.inf
+    do[padding] = np.nan
+    got = cases.run(dirty, IDS, (do, dstate), **settings)
+    for name, value in clean.items():
+        np.testing.assert_array_equal(got[name], value, err_msg=name)
+
+
+def test_no_gradient_crosses_a_border():
+    do, dstate = cases.cotangents(TIME)
+    chosen = np.array([IDS[0] == 3, IDS[1] == 2])
+    out = do * chosen[..., None, None], 0 * dstate
+    settings = {"lower_bound": -5.0, "dtype": "float32", "implementation": "triton"}
+    got = cases.run(cases.prepared("random", TIME), IDS, out, **settings)
+    assert np.all(got["dinitial_state"] == 0)
+    for name in ("dq", "dk", "dv", "dg", "dbeta"):
+        assert np.all(got[name][~chosen] == 0), name
+        assert np.any(got[name][chosen] != 0), name
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+def test_outputs_ignore_the_future_to_the_last_bit(lower_bound):
+    x = cases.prepared("random", 70)
+    settings = {"dtype": "bfloat16", "gradients": False, "implementation": "triton"}
+    settings["lower_bound"] = lower_bound
+    before = cases.run(x, **settings)["o"]
+    for time in (1, 33, 64):
+        changed = {name: value.copy() for name, value in x.items()}
+        changed["v"][:, time:] *= -1e3
+        changed["k"][:, time:] = changed["k"][:, time:][:, ::-1]
+        changed["g"][:, time:] = -5.0
+        changed["beta"][:, time:] = 1.0
+        after = cases.run(changed, **settings)["o"]
+        np.testing.assert_array_equal(after[:, :time], before[:, :time])
+
+
+def test_two_runs_are_equal_to_the_last_bit():
+    settings = {"dtype": "bfloat16", "lower_bound": -5.0, "implementation": "triton"}
+    first, second = (cases.run(cases.prepared("random", 70), **settings) for _ in "ab")
+    for name, value in first.items():
+        np.testing.assert_array_equal(second[name], value, err_msg=name)
+
+
+def token():
+    x = {n: jnp.asarray(a, jnp.float32) for n, a in cases.raw(1).items()}
+    state = x.pop("initial_state")
+    return {n: a[:, 0] if a.ndim > 2 else a for n, a in x.items()}, state
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+def test_single_step(lower_bound):
+    x, state = token()
+    settings = {**cases.IN_KERNEL, "lower_bound": lower_bound}
+
+    def run(name, x, state):
+        return kda_step(**x, state=state, implementation=name, **settings)
+
+    got, expected = (run(name, x, state) for name in ("triton", "xla"))
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    gradients = [
+        jax.grad(lambda x, name=name: run(name, x, state)[0].sum())(x)
+        for name in ("triton", "xla")
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *gradients)
+
+
+def float_inputs(time=20):
+    x = {n: jnp.asarray(a, jnp.float32) for n, a in cases.raw(time).items()}
+    del x["initial_state"]
+    return x
+
+
+def loss(x):
+    settings = {**cases.IN_KERNEL, "lower_bound": -5.0, "implementation": "triton"}
+    o, state = kda(**x, output_final_state=True, **settings)
+    return jnp.sum(jnp.sin(o)) + jnp.sum(state)
+
+
+def assert_same(got, expected):
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_vmap_and_checkpoint():
+    x = float_inputs()
+    plain = jax.grad(loss)(x)
+    policy = jax.checkpoint_policies.save_only_these_names
+    for names in [(), ("kda_states", "kda_matrices")]:
+        again = jax.grad(jax.checkpoint(loss, policy=policy(*names)))(x)
+        assert_same(again, plain)
+    two = jax.tree.map(lambda a: jnp.stack([a, a]), x)
+    both = jax.vmap(jax.grad(loss))(two)
+    assert_same(jax.tree.map(lambda a: a[1], both), plain)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_shard_map():
+    x = float_inputs()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    spec = {name: P("data") for name in cases.INPUTS[:5]}
+    spec |= {"A_log": P(), "dt_bias": P()}
+    shards = jax.shard_map(
+        lambda x: loss(x)[None], mesh=mesh, in_specs=(spec,), out_specs=P("data")
+    )
+    got = jax.jit(jax.grad(lambda x: shards(x).sum()))(x)
+    assert_same(got, jax.grad(loss)(x))
+
+
+def test_says_why_it_cannot_run():
+    assert choose_implementation(None, "cpu")[1].endswith("NVIDIA GPU, and this is cpu")
+    x = {n: a[..., :24] if n in "qkg" else a for n, a in float_inputs().items()}
+    del x["A_log"], x["dt_bias"]
+    with pytest.raises(ValueError, match="K=24, not one of"):
+        kda(**x, implementation="triton")
