@@ -31,6 +31,7 @@ from kimi_jax import clusters, config, roll_call
 from kimi_jax.errors import UserError
 
 _LEAST_SECONDS = 30
+_SILENCE_SECONDS = 100  # of a process, until JAX ends the others
 _PIECE = 1024
 _HINTS = {
     "GKE": "see that all pods run: kubectl get pods; a JobSet restarts failed ones",
@@ -78,6 +79,7 @@ def start(
         process_id=place.process,
         local_device_ids=place.local_devices,
         cluster_detection_method="deactivate",
+        heartbeat_timeout_seconds=_SILENCE_SECONDS,
         initialization_timeout=max(
             _LEAST_SECONDS, int(cluster.timeout - (time.monotonic() - started))
         ),

@@ -52,7 +52,10 @@ def explain(
       groups: of the step's metrics.
     """
     micro = split(batch, cfg.train.micro_batches)
-    pieces = [Batch(*leaves) for leaves in zip(*micro, strict=True)]
+    # An array over several processes can be indexed, but not iterated over.
+    pieces = [
+        Batch(*(leaf[number] for leaf in micro)) for number in range(len(micro[0]))
+    ]
     for number, piece in enumerate(pieces):
         rows = np.arange(len(piece.tokens_BT)) * len(pieces) + number
         found = _in_forward(cfg, state, piece, rows)
