@@ -16,10 +16,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from absl import app, flags, logging
 
 from configs import common
-from kimi_jax import config_io
+from kimi_jax import config_io, distributed
 from kimi_jax.config import Config
 from kimi_jax.errors import UserError
 
@@ -56,8 +57,21 @@ def run(
         try:
             return main(overrides) or 0
         except UserError as error:
+            code = getattr(error, "exit_code", 1)
             print(f"error: {error}", file=sys.stderr)
-            return getattr(error, "exit_code", 1)
+            distributed.leave(code)
+            return code
+        except jax.errors.JaxRuntimeError as error:
+            if jax.process_count() == 1:
+                raise
+            print(
+                f"error: process {jax.process_index()} of {jax.process_count()} cannot "
+                f"go on: {str(error).splitlines()[0]}\nif another one ended, its log "
+                "says why; the same command in all processes resumes the run",
+                file=sys.stderr,
+            )
+            distributed.leave(1)
+            return 1
         except KeyboardInterrupt:
             print("stopped at once; finished checkpoints are intact", file=sys.stderr)
             sys.stderr.flush()

@@ -16,6 +16,7 @@ import functools
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from kimi_jax import clusters, config, roll_call
 from kimi_jax.errors import UserError
 
 _LEAST_SECONDS = 30
+_SILENCE_SECONDS = 100  # of a process, until JAX ends the others
 _PIECE = 1024
 _HINTS = {
     "GKE": "see that all pods run: kubectl get pods; a JobSet restarts failed ones",
@@ -77,6 +79,7 @@ def start(
         process_id=place.process,
         local_device_ids=place.local_devices,
         cluster_detection_method="deactivate",
+        heartbeat_timeout_seconds=_SILENCE_SECONDS,
         initialization_timeout=max(
             _LEAST_SECONDS, int(cluster.timeout - (time.monotonic() - started))
         ),
@@ -149,6 +152,41 @@ def on_leader[T](name: str, decide: Callable[[], T], *, timeout: float) -> T:
     return answer["value"]
 
 
+def on_all[T](name: str, act: Callable[[], T]) -> T:
+    """`act()` in every process; if one of them raises a UserError, all do.
+
+    Args:
+      name: of what is done, for messages; the same in every process.
+
+    Raises:
+      UserError: `act` raised it here or elsewhere; the message names the processes.
+    """
+    if jax.process_count() == 1:
+        return act()
+    result, problem = None, None
+    try:
+        result = act()
+    except UserError as error:
+        problem = str(error)
+    problems = gather(problem)
+    failed = [number for number, text in enumerate(problems) if text is not None]
+    if failed:
+        raise UserError(
+            f"{name} failed in {len(failed)} of {len(problems)} processes; in process "
+            f"{failed[0]}: {problems[failed[0]]}"
+        )
+    return result  # type: ignore[return-value]
+
+
+def whole(x: jax.Array) -> np.ndarray:
+    """The numbers of `x`, wherever its parts lie. All processes must call it."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
 def largest(value: int) -> jax.Array | np.integer[Any]:
     """The largest `value` of all processes. All must call it equally often.
 
@@ -164,6 +202,23 @@ def largest(value: int) -> jax.Array | np.integer[Any]:
         lambda _: np.full(1, value, np.int32),
     )
     return _max(mesh)(values)
+
+
+def leave(code: int, timeout: float = 30) -> None:
+    """What a process that failed calls last; `code` is its exit code.
+
+    Returns if all processes come here, as after an error that they share. Otherwise
+    ends this one at once: JAX's own way out would wait minutes for the others, and
+    they for it.
+    """
+    if jax.process_count() == 1:
+        return
+    try:
+        barrier("leave", timeout)
+    except UserError:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def barrier(name: str, timeout: float) -> None:

@@ -212,6 +212,10 @@ class MetricsWriter:
             mirror.write(record)
         return record
 
+    def records(self) -> Iterator[Record]:
+        """What is in the file; see `iter_metrics`."""
+        return iter_metrics(self.path)
+
     def flush(self) -> None:
         """Force the records to the disk: call it before a checkpoint is saved."""
         try:
@@ -248,6 +252,30 @@ class MetricsWriter:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file.fileno(), start)
             raise _write_error(error, self.path) from error
+
+
+class SilentWriter:
+    """Stands for `MetricsWriter` in the processes that do not write."""
+
+    def write(self, kind: str, step: int, **values: Any) -> Record:
+        """The record as the writer would return it."""
+        record = {"kind": kind, "step": _as_step(step, "step"), "time": time.time()}
+        return from_jsonable(record | to_jsonable(values, kind))
+
+    def records(self) -> Iterator[Record]:
+        return iter(())
+
+    def flush(self) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+
+Writer = MetricsWriter | SilentWriter
 
 
 def _encode_float(value: float) -> float | str:

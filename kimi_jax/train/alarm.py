@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
-from kimi_jax import config
+from kimi_jax import config, distributed
 from kimi_jax.errors import UserError
 from kimi_jax.monitor import metrics
 from kimi_jax.monitor.alerts import Alert, Alerts
@@ -21,23 +21,29 @@ class Alarm:
     def __init__(
         self,
         alerts: config.Alerts,
-        writer: metrics.MetricsWriter,
+        writer: metrics.Writer,
         progress: Progress,
     ):
         self._alerts, self._stop = Alerts(alerts), alerts.stop
         self._writer, self._progress = writer, progress
         # A resumed run goes on where its records are.
-        for record in metrics.iter_metrics(writer.path):
+        for record in writer.records():
             self._alerts.see(record)
 
     def see(self, record: metrics.Record) -> list[Alert]:
-        """Report what `record` raises; returns the alerts that should end the run."""
+        """Report what `record` raises; returns the alerts that should end the run.
+
+        Records tell of times, which differ between processes: the leader decides.
+        """
         raised = self._alerts.see(record)
         for alert in raised:
             fields = alert._asdict()
             self._writer.write("alert", fields.pop("step"), **fields)
             self._progress.warn(f"alert {alert.name}: {alert.message}")
-        return [alert for alert in raised if alert.name in self._stop]
+        if not self._stop:
+            return []
+        stopping = [alert._asdict() for alert in raised if alert.name in self._stop]
+        return [Alert(**fields) for fields in distributed.broadcast(stopping)]
 
 
 def stop_message(alerts: list[Alert], folder: pathlib.Path) -> str:

@@ -42,6 +42,9 @@ class Durable(NamedTuple):
 class Checkpointer:
     """Saves `State` in `workdir/checkpoints` as a context manager, one at a time.
 
+    Where several processes work on one run each has one, and calls the same methods in
+    the same order; each writes and reads what its devices hold.
+
     Keeps the last `train.checkpoint_keep`, and for good those whose step divides by
     `train.checkpoint_keep_every`.
 
@@ -133,12 +136,17 @@ class Checkpointer:
         return taken
 
     def restore(
-        self, template: State, note: Callable[[str], None] = lambda _: None
+        self,
+        template: State,
+        note: Callable[[str], None] = lambda _: None,
+        *,
+        step: int | None = None,
     ) -> State:
-        """The newest state, with the structure, dtypes and shardings of `template`.
+        """A saved state, with the structure, dtypes and shardings of `template`.
 
         Args:
           template: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+          step: the one to read; None: the newest.
           note: is told what differs but is no reason to stop.
 
         Raises:
@@ -146,6 +154,8 @@ class Checkpointer:
             run was fed other data.
         """
         folder = files.find(self._workdir)
+        if step is not None:
+            folder = folder.parent / str(step)
         about = files.read_about(folder)
         _check_data(folder, about["data"], self._data)
         for line in _version_notes(about["versions"]):
@@ -163,6 +173,9 @@ class Checkpointer:
     ) -> None:
         # Whoever presses Ctrl-C a second time does not want to wait for a save.
         if error is not None and not isinstance(error, Exception):
+            return
+        # The save under way may need a process that is no more.
+        if jax.process_count() > 1 and isinstance(error, jax.errors.JaxRuntimeError):
             return
         try:
             self._manager.close()

@@ -26,6 +26,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from flax import traverse_util
 
+from kimi_jax import distributed
 from kimi_jax.errors import UserError
 from kimi_jax.monitor.metrics import replace_file
 
@@ -35,6 +36,7 @@ ABOUT = "about.json"
 FILES = "files.json"
 _PACKAGES = ("kimi_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 _READ_BYTES = 1 << 22
+_READ_SECONDS = 3600
 
 Arrays = dict[str, jax.ShapeDtypeStruct]
 
@@ -164,7 +166,10 @@ def read_arrays(folder: pathlib.Path, wanted: Mapping[str, Any]) -> dict[str, An
     Raises:
       CheckpointError: a file is damaged.
     """
-    if problem := find_damage(folder):
+    problem = distributed.on_leader(
+        "sums of the checkpoint", lambda: find_damage(folder), timeout=_READ_SECONDS
+    )
+    if problem:
         raise damaged(folder, problem)
     item = traverse_util.unflatten_dict(dict(wanted), sep="/")
     args = ocp.args.PyTreeRestore(

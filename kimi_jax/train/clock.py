@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
-from kimi_jax.monitor.metrics import iter_metrics
+from kimi_jax.monitor.metrics import Record
 
 T = TypeVar("T")
 
@@ -92,12 +91,10 @@ class Clock:
         return min(1.0, self._productive / elapsed) if elapsed > 0 else 0.0
 
 
-def clock_of(
-    path: str | os.PathLike[str], wall: Callable[[], float] = time.time
-) -> Clock:
-    """The clock of the run whose records, one at least, are in `path`."""
+def clock_of(records: Iterable[Record], wall: Callable[[], float] = time.time) -> Clock:
+    """The clock of the run that left `records`; of one that begins now without any."""
     began, productive = None, 0.0
-    for record in iter_metrics(path):
+    for record in records:
         began = record["time"] if began is None else began
         productive = record.get("productive_seconds", productive)
     return Clock(wall() if began is None else began, productive, wall=wall)

@@ -177,7 +177,10 @@ def _prepare(
     length = cfg.train.seq_len * multiple
     batch_size = rows_at(cfg.train, multiple, sharding.row_shards(mesh))
     upto_P = position_bins(cfg.train.seq_len, length)
-    step = jax.jit(make_eval_step(cfg, upto_P, data.tokenizer.bytes_per_token))
+    step = jax.jit(
+        make_eval_step(cfg, upto_P, data.tokenizer.bytes_per_token),
+        out_shardings=sharding.replicated(mesh),  # every process reads the sums
+    )
     shape = dataclasses.replace(cfg.train, batch_size=batch_size, seq_len=length)
     rows = sharding.batch_sharding(mesh)
     with jax.set_mesh(mesh):

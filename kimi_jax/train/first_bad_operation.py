@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from kimi_jax import distributed
+
 # Operations that only call a jaxpr of their own, which is looked into. Loops are not:
 # they count as one operation.
 _CALLS = {"jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint"}
@@ -36,7 +38,7 @@ def first_bad_operation(function: Callable[..., Any], *args: Any) -> str | None:
         _evaluate(closed.jaxpr, closed.consts, leaves, equations, found)
         return jnp.stack(found)
 
-    bad = np.flatnonzero(jax.jit(flags)(*jax.tree.leaves(args)))
+    bad = np.flatnonzero(distributed.whole(jax.jit(flags)(*jax.tree.leaves(args))))
     return _describe(equations[bad[0]]) if len(bad) else None
 
 

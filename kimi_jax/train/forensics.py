@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from kimi_jax import canonical, config, layout
+from kimi_jax import canonical, config, distributed, layout
 from kimi_jax.modules import sublayer, transformer
 from kimi_jax.train.batch import Batch
 from kimi_jax.train.first_bad_operation import first_bad_operation
@@ -52,7 +52,10 @@ def explain(
       groups: of the step's metrics.
     """
     micro = split(batch, cfg.train.micro_batches)
-    pieces = [Batch(*leaves) for leaves in zip(*micro, strict=True)]
+    # An array over several processes can be indexed, but not iterated over.
+    pieces = [
+        Batch(*(leaf[number] for leaf in micro)) for number in range(len(micro[0]))
+    ]
     for number, piece in enumerate(pieces):
         rows = np.arange(len(piece.tokens_BT)) * len(pieces) + number
         found = _in_forward(cfg, state, piece, rows)
@@ -69,13 +72,14 @@ def _in_forward(
     cfg: config.Config, state: State, batch: Batch, rows: np.ndarray
 ) -> str | None:
     variables = {"params": state.params, "balance": state.balance}
-    real_BT = np.asarray(batch.segment_ids_BT) > 0
+    real_BT = distributed.whole(batch.segment_ids_BT) > 0
     h_BTD = unembed_DW = jnp.zeros(0)  # the walk ends with the output's
     for part, result in _forward(cfg.model, variables, batch):
         h_BTD, unembed_DW = result
-        bad_BT = ~np.asarray(jnp.all(jnp.isfinite(h_BTD), axis=-1)) & real_BT
+        finite_BT = distributed.whole(jnp.all(jnp.isfinite(h_BTD), axis=-1))
+        bad_BT = ~finite_BT & real_BT
         if bad_BT.any():
-            tokens = np.unique(np.asarray(batch.tokens_BT)[bad_BT])
+            tokens = np.unique(distributed.whole(batch.tokens_BT)[bad_BT])
             row, position = np.argwhere(bad_BT)[0]
             return (
                 f"the forward pass of {part.name}: {_inside(part, tokens)}; "

@@ -5,6 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType, TracebackType
+from typing import Any
+
+import jax
+
+from kimi_jax import distributed
 
 
 class Interrupt:
@@ -17,6 +22,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None
+        self._asked: Any = 0  # the last vote, perhaps still on the devices
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Interrupt:
@@ -34,10 +40,16 @@ class Interrupt:
     ) -> None:
         self._give_back()
 
-    @property
-    def exit_code(self) -> int:
-        """128 + signal number, the shell's convention; 0 if nothing arrived."""
-        return 0 if self.requested is None else 128 + self.requested
+    def agreed(self) -> signal.Signals | None:
+        """The signal at which all processes stop after this step; they all call it.
+
+        One alone stops at once. Several vote, and read the vote of the step before,
+        which is there by then, so that asking never makes the devices wait.
+        """
+        if jax.process_count() == 1:
+            return self.requested
+        before, self._asked = self._asked, distributed.largest(self.requested or 0)
+        return signal.Signals(int(before)) if int(before) else None
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = signal.Signals(number)

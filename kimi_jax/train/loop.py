@@ -3,11 +3,16 @@
 Tokenise the text, claim the workdir, place the state on the mesh, fresh or restored;
 then step, log, evaluate, save; at the end sample and report. Whatever ends a run early
 leaves a whole checkpoint behind, and the same command resumes it exactly.
+
+Several processes run it side by side, each with its own devices and rows. Whatever
+touches an array runs in all of them; the leader alone writes and talks, the others have
+a silent console and a silent writer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import pathlib
 import time
@@ -19,18 +24,25 @@ import numpy as np
 import optax
 from rich.console import Console
 
-from kimi_jax import accounting, sharding
-from kimi_jax.config import Config
+from kimi_jax import accounting, distributed, sharding
+from kimi_jax.config import Config, Monitor
 from kimi_jax.data import loader
 from kimi_jax.errors import UserError
 from kimi_jax.infer.sample import sample
 from kimi_jax.monitor.console import Progress
-from kimi_jax.monitor.metrics import MetricsWriter, Mirror, replace_file
+from kimi_jax.monitor.metrics import (
+    MetricsWriter,
+    Mirror,
+    SilentWriter,
+    Writer,
+    replace_file,
+)
 from kimi_jax.monitor.prometheus import Exporter
 from kimi_jax.monitor.report import build_report
 from kimi_jax.monitor.tokenizing import tokenizing_lines
 from kimi_jax.train import first_screen, workdir
 from kimi_jax.train.alarm import Alarm, Alarmed, stop_message
+from kimi_jax.train.batch import Share, share_of_rows
 from kimi_jax.train.checkpoint import Checkpointer
 from kimi_jax.train.evaluate import Evaluator
 from kimi_jax.train.interrupt import Interrupt
@@ -39,6 +51,9 @@ from kimi_jax.train.profile import Profiler
 from kimi_jax.train.program import lower_train_step, state_shape
 from kimi_jax.train.step import State, init_state, make_transform
 from kimi_jax.train.step_log import StepLog
+
+_TOKENIZE_SECONDS = 7 * 24 * 3600  # a corpus takes as long as it takes
+_READ_SECONDS = 600
 
 
 class Interrupted(UserError):
@@ -56,9 +71,10 @@ class _Run(NamedTuple):
     folder: pathlib.Path
     mesh: jax.sharding.Mesh
     data: loader.Data
+    share: Share  # of the rows of each batch, that this process reads
     transform: optax.GradientTransformation
     checkpoints: Checkpointer
-    metrics: MetricsWriter
+    metrics: Writer
     progress: Progress
     profiler: Profiler
 
@@ -72,34 +88,99 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
         checkpoints stay intact.
     """
     folder = pathlib.Path(path)
+    monitor = cfg.monitor
+    if not distributed.is_leader():
+        console = Console(quiet=True, force_terminal=False)
+        monitor = dataclasses.replace(monitor, profile="", prometheus_port=None)
     mesh = sharding.make_mesh(cfg)
-    workdir.check(folder, cfg)
-    data = _load_data(cfg, folder, console)
-    resumable = workdir.claim(folder, cfg)
+    share = distributed.on_all(
+        "dealing out rows",
+        lambda: share_of_rows(sharding.batch_sharding(mesh), cfg.train.batch_size),
+    )
+    data, resumable = _prepare(cfg, folder, console)
     unigram = float(data.summary["unigram_bits_per_byte"])
     with contextlib.ExitStack() as stack:
-        mirrors: list[Mirror] = []
-        if cfg.monitor.prometheus_port is not None:
-            mirrors.append(stack.enter_context(Exporter(cfg.monitor.prometheus_port)))
         progress = stack.enter_context(Progress(console, unigram))
         checkpoints = stack.enter_context(Checkpointer(folder, cfg, data.identity))
         transform = make_transform(cfg)
         state = _first_state(cfg, mesh, transform, checkpoints, progress)
         first = int(state.step)
-        metrics = stack.enter_context(
-            MetricsWriter(folder, first if resumable else None, mirrors)
-        )
-        profiler = stack.enter_context(Profiler(cfg.monitor, folder, progress.note))
+        metrics = _open_metrics(stack, folder, first if resumable else None, monitor)
+        profiler = stack.enter_context(Profiler(monitor, folder, progress.note))
         first_screen.show(console, cfg, mesh, data, folder, first)
         metrics.write("run", first, **_identity(cfg, data, first, command))
         run = _Run(
-            cfg, folder, mesh, data, transform, checkpoints, metrics, progress, profiler
+            cfg,
+            folder,
+            mesh,
+            data,
+            share,
+            transform,
+            checkpoints,
+            metrics,
+            progress,
+            profiler,
         )
         with Interrupt() as interrupt:
             state = _steps(run, state, interrupt)
         _write_sample(run, state)
         metrics.write("run", cfg.train.steps, event="end")
-    console.print(f"report: {build_report(folder)}")
+    report = distributed.on_leader(
+        "report", lambda: str(build_report(folder)), timeout=_READ_SECONDS
+    )
+    console.print(f"report: {report}")
+
+
+def _prepare(
+    cfg: Config, folder: pathlib.Path, console: Console
+) -> tuple[loader.Data, bool]:
+    """The batches, and whether there is a run to resume in the workdir, now ours.
+
+    The leader makes the token stores; the others read them when they are finished.
+    """
+    made: list[loader.Data] = []
+
+    def prepare() -> dict[str, Any]:
+        workdir.check(folder, cfg)
+        made.append(_load_data(cfg, folder, console))
+        resumable = workdir.claim(folder, cfg)
+        return {"resumable": resumable, "identity": made[0].identity}
+
+    def load() -> loader.Data:
+        if made:
+            return made[0]
+        if not (folder / workdir.CONFIG).exists():
+            raise UserError(
+                f"--workdir={folder} is not the folder that process 0 writes; name "
+                "one on a disk that all hosts share"
+            )
+        data = _load_data(cfg, folder, console)
+        if data.identity != leaders["identity"]:
+            raise UserError(
+                f"the text differs from that of process 0: {data.identity} here, "
+                f"{leaders['identity']} there; give all hosts the same files"
+            )
+        return data
+
+    leaders = distributed.on_leader(
+        "workdir and tokens", prepare, timeout=_TOKENIZE_SECONDS
+    )
+    return distributed.on_all("reading the text", load), leaders["resumable"]
+
+
+def _open_metrics(
+    stack: contextlib.ExitStack,
+    folder: pathlib.Path,
+    resume_step: int | None,
+    monitor: Monitor,
+) -> Writer:
+    """The leader's writer and those who see what it writes; silence for the others."""
+    if not distributed.is_leader():
+        return SilentWriter()
+    mirrors: list[Mirror] = []
+    if monitor.prometheus_port is not None:
+        mirrors.append(stack.enter_context(Exporter(monitor.prometheus_port)))
+    return stack.enter_context(MetricsWriter(folder, resume_step, mirrors))
 
 
 def _load_data(cfg: Config, folder: pathlib.Path, console: Console) -> loader.Data:
@@ -137,10 +218,12 @@ def _first_state(
 ) -> State:
     """A fresh state on the mesh, or the newest checkpoint's."""
     shapes = state_shape(cfg, mesh, transform)
-    step = checkpoints.latest_step()
+    step = distributed.on_leader(
+        "resume step", checkpoints.latest_step, timeout=_READ_SECONDS
+    )
     if step is not None:
         progress.note(f"restoring the checkpoint of step {step} ...")
-        return checkpoints.restore(shapes, progress.note)
+        return checkpoints.restore(shapes, progress.note, step=step)
     progress.note("initialising parameters ...")
     init = jax.jit(
         lambda: init_state(cfg, transform),
@@ -166,34 +249,36 @@ def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:
         run.progress.note(f"already finished: step {first} of {last}")
         return state
     take_step, evaluate = _compile(run, state)
-    log = StepLog(run.cfg, run.data, run.metrics, run.progress, run.mesh)
+    log = StepLog(run.cfg, run.data, run.metrics, run.progress, run.mesh, run.share)
     alarm = Alarm(run.cfg.alerts, run.metrics, run.progress)
-    for step, host in enumerate(log.batches(run.data.train, first, last), first + 1):
+    reader = loader.Reader(run.data.train, *run.share)
+    for step, host in enumerate(log.batches(reader, first, last), first + 1):
         state, metrics = take_step(step, state, host)
+        stop = interrupt.agreed()
         log.add(metrics, host)
         _report_durable(run)
         alerts = []
         due = {every: step % every == 0 or step == last for every in _intervals(cfg)}
-        if due[cfg.log_every] or interrupt.requested:
+        if due[cfg.log_every] or stop:
             take_step.settle(state)
             alerts = alarm.see(log.write(step, metrics, state))
         if due[cfg.eval_every]:
             with log.aside():
                 record = run.metrics.write("eval", step, **evaluate(state))
             run.progress.update(record, step, last)
-        if due[cfg.checkpoint_every] or interrupt.requested or alerts:
+        if due[cfg.checkpoint_every] or stop or alerts:
             take_step.settle(state)
             with log.aside():
                 # First the records: a durable step never lacks those that lead to it.
                 run.metrics.flush()
                 run.checkpoints.save(state)
-        if interrupt.requested:
+        if stop:
             run.checkpoints.wait()
             _report_durable(run)
             raise Interrupted(
-                f"stopped by {interrupt.requested.name} after step {step}, which is "
-                "saved; the same command resumes it",
-                interrupt.exit_code,
+                f"stopped by {stop.name} after step {step}, which is saved; the same "
+                "command resumes it",
+                128 + stop,  # the shell's convention
             )
         if alerts:
             run.checkpoints.wait()
@@ -225,7 +310,7 @@ def _compile(run: _Run, state: State) -> tuple[GuardedStep, Evaluator]:
     compiled = lower_train_step(run.cfg, run.mesh, run.transform).compile()
     traced = run.profiler.around(compiled, int(state.step))
     take_step = GuardedStep(
-        traced, run.cfg, run.mesh, run.folder, run.metrics, run.progress
+        traced, run.cfg, run.mesh, run.folder, run.metrics, run.progress, run.share
     )
     evaluate = Evaluator(run.cfg, run.data, run.mesh, state)
     run.progress.note(f"compiled in {time.monotonic() - started:.1f} s")
@@ -248,8 +333,10 @@ def _write_sample(run: _Run, state: State) -> None:
             cfg.temperature,
             jax.random.key(run.cfg.train.seed),
             jnp.asarray(allowed),
-        )
+        ),
+        out_shardings=sharding.replicated(run.mesh),
     )
     tokens = draw({"params": state.params, "balance": state.balance})
     text = tokenizer.decode(np.asarray(tokens))
-    replace_file(run.folder / "sample.txt", text + "\n")
+    if distributed.is_leader():
+        replace_file(run.folder / "sample.txt", text + "\n")

@@ -22,18 +22,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from kimi_jax import sharding
+from kimi_jax import distributed, sharding
 from kimi_jax.config import Config
 from kimi_jax.data import loader
 from kimi_jax.errors import UserError
 from kimi_jax.monitor import metrics
 from kimi_jax.monitor.console import Progress
-from kimi_jax.train.batch import on_mesh
+from kimi_jax.train.batch import Batch, Share, on_mesh
 from kimi_jax.train.forensics import explain
 from kimi_jax.train.step import State
 
 FOLDER = "nonfinite"  # of the workdir; one file for each bad batch
 ALERT = "nonfinite"
+_READ_SECONDS = 600
 _CALM = (
     "lower --config.optimizer.learning_rate or --config.optimizer.clip_norm in a new "
     "--workdir"
@@ -61,24 +62,32 @@ class GuardedStep:
         cfg: Config,
         mesh: jax.sharding.Mesh,
         folder: pathlib.Path,
-        writer: metrics.MetricsWriter,
+        writer: metrics.Writer,
         progress: Progress,
+        share: Share,
     ):
         self._compiled, self._cfg, self._folder = compiled, cfg, folder
-        self._rows = sharding.batch_sharding(mesh)
+        self._rows, self._share = sharding.batch_sharding(mesh), share
         self._go = go(mesh)
         self._writer, self._progress = writer, progress
         self._last: _Taken | None = None
-        self._skipped = {  # steps; a resumed run goes on counting
-            record["step"]
-            for record in metrics.iter_metrics(writer.path)
-            if record["kind"] == "alert" and record.get("name") == ALERT
-        }
+        # A resumed run goes on counting the steps that were skipped.
+        self._skipped = set(
+            distributed.on_leader(
+                "skipped steps",
+                lambda: [
+                    record["step"]
+                    for record in writer.records()
+                    if record["kind"] == "alert" and record.get("name") == ALERT
+                ],
+                timeout=_READ_SECONDS,
+            )
+        )
 
     def __call__(
         self, step: int, state: State, host: loader.Batch
     ) -> tuple[State, dict[str, Any]]:
-        batch = on_mesh(host, self._rows)
+        batch = on_mesh(host, self._rows, self._share)
         go = self._go if self._last is None else self._last.metrics["finite"]
         state, metrics = self._compiled(state, batch, go)
         if self.settle(state):
@@ -97,10 +106,9 @@ class GuardedStep:
         if last is None or bool(last.metrics["finite"]):
             return False
         self._skipped.add(last.step)
-        file = self._save(last)
-        cause = explain(
-            self._cfg, state, on_mesh(last.host, self._rows), last.metrics["groups"]
-        )
+        batch = on_mesh(last.host, self._rows, self._share)
+        file = self._save(last.step, batch)
+        cause = explain(self._cfg, state, batch, last.metrics["groups"])
         loss, norm = (float(last.metrics[name]) for name in ("loss", "gradient_norm"))
         message = (
             f"step {last.step} is not finite (loss {loss}, gradient norm {norm}) and "
@@ -127,12 +135,16 @@ class GuardedStep:
                 f"max_skips={train.max_skips}: it is not the batch; {_CALM}"
             )
 
-    def _save(self, taken: _Taken) -> pathlib.Path:
+    def _save(self, step: int, batch: Batch) -> pathlib.Path:
         folder = self._folder / FOLDER
-        folder.mkdir(exist_ok=True)
-        path = folder / f"step_{taken.step:08d}.npz"
-        arrays: dict[str, Any] = {"step": taken.step, **taken.host}
-        np.savez_compressed(path, **arrays)
+        path = folder / f"step_{step:08d}.npz"
+        arrays: dict[str, Any] = {
+            name.removesuffix("_BT"): distributed.whole(x_BT)
+            for name, x_BT in batch._asdict().items()
+        }
+        if distributed.is_leader():
+            folder.mkdir(exist_ok=True)
+            np.savez_compressed(path, step=step, **arrays)
         return path
 
 

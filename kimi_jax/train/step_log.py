@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kimi_jax import flops, hardware
+from kimi_jax import distributed, flops, hardware
 from kimi_jax.config import Config
 from kimi_jax.data import loader
 from kimi_jax.monitor.console import Progress
-from kimi_jax.monitor.metrics import MetricsWriter, Record
+from kimi_jax.monitor.metrics import Record, Writer
 from kimi_jax.train import health, optimizer
+from kimi_jax.train.batch import Share
 from kimi_jax.train.clock import clock_of
 from kimi_jax.train.step import State
 
@@ -28,11 +29,13 @@ class StepLog:
         self,
         cfg: Config,
         data: loader.Data,
-        metrics: MetricsWriter,
+        metrics: Writer,
         progress: Progress,
         mesh: jax.sharding.Mesh,
+        share: Share,
     ):
         self._cfg, self._metrics, self._progress = cfg, metrics, progress
+        self._share = share
         self._bytes_W = data.tokenizer.bytes_per_token
         self._schedule = optimizer.schedule(cfg.optimizer, cfg.train.steps)
         self._rows: list[tuple[Any, Any, Any, float]] = []
@@ -40,7 +43,7 @@ class StepLog:
         self._step_flops = flops.step_flops(cfg)
         peak = hardware.peak_flops(mesh.devices.flat[0].device_kind)
         self._peak = None if peak is None else peak * mesh.size
-        self._clock = clock_of(metrics.path)
+        self._clock = clock_of(metrics.records())
 
     def batches(self, source: loader.Source, start: int, stop: int) -> Iterator[Any]:
         """`loader.iterate`, timed; the clock starts when the first batch is wanted."""
@@ -56,7 +59,7 @@ class StepLog:
             yield
 
     def add(self, metrics: Mapping[str, Any], host: loader.Batch) -> None:
-        """A step's metrics, still on the device, and the batch it saw."""
+        """A step's metrics, still on the device, and our rows of the batch it saw."""
         num_bytes = float((self._bytes_W[host["targets"]] * host["weights"]).sum())
         names = ("loss", "predicted", "finite")
         loss, predicted, finite = (metrics[name] for name in names)
@@ -67,7 +70,7 @@ class StepLog:
         self._loads = loads
 
     def write(self, step: int, metrics: Mapping[str, Any], state: State) -> Record:
-        """The record of the steps up to `step`; waits for the device."""
+        """The record of the steps up to `step`; waits for device and processes."""
         cfg = self._cfg
         losses = self._losses()
         steps = len(self._rows)
@@ -109,7 +112,9 @@ class StepLog:
         """Means over the steps that were applied; NaN if none was."""
         rows = [
             (float(loss) * float(n), float(n), num_bytes)
-            for loss, n, finite, num_bytes in self._rows
+            for (loss, n, finite, _), num_bytes in zip(
+                self._rows, self._bytes(), strict=True
+            )
             if bool(finite)
         ]
         skipped = len(self._rows) - len(rows)
@@ -123,3 +128,10 @@ class StepLog:
             "bits_per_byte": nats / math.log(2) / num_bytes,
             "skipped": skipped,
         }
+
+    def _bytes(self) -> list[float]:
+        """Of text in the batch of each step, over all readers."""
+        mine = [num_bytes for *_, num_bytes in self._rows]
+        # Processes that hold the same rows have counted the same bytes.
+        shares = dict(distributed.gather((self._share.reader, mine)))
+        return [sum(step) for step in zip(*shares.values(), strict=True)]

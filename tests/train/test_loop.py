@@ -65,7 +65,7 @@ def interrupt_after(monkeypatch, step):
 
     def interrupted(source, start, stop, **kwargs):
         for i, batch in enumerate(iterate(source, start, stop, **kwargs), start + 1):
-            if isinstance(source, loader.TrainBatches) and i == step:
+            if isinstance(source, loader.Reader) and i == step:
                 os.kill(os.getpid(), signal.SIGINT)
             yield batch
 

@@ -190,7 +190,7 @@ def run(tmp_path, monkeypatch):
         def spoiled(source, first, last, **kwargs):
             batches = iterate(source, first, last, **kwargs)
             for step, host in enumerate(batches, first + 1):
-                if isinstance(source, loader.TrainBatches) and step in bad:
+                if isinstance(source, loader.Reader) and step in bad:
                     host = host | {"weights": host["weights"] * np.float32(np.nan)}
                 yield host
 
