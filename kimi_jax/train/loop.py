@@ -128,7 +128,7 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
     report = distributed.on_leader(
         "report", lambda: str(build_report(folder)), timeout=_READ_SECONDS
     )
-    console.print(f"report: {report}")
+    console.print(f"report: {report}", soft_wrap=True)
 
 
 def _prepare(
