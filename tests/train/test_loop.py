@@ -136,6 +136,23 @@ def test_what_a_run_says_about_itself(run):
     assert "## Loss by position" in text and "## Speed" in text
 
 
+@pytest.mark.slow
+def test_a_run_may_move_to_another_mesh(run, monkeypatch):
+    """Interrupted on one mesh and resumed on another: one device's run, to rounding."""
+    whole = run("whole")
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 3)
+        with pytest.raises(loop.Interrupted):
+            run("moved", "mesh.data=2", "mesh.tensor=2")
+    moved = run("moved", "mesh.fsdp=4", "mesh.context=2")
+    want, got = stored(whole), stored(moved)
+    assert want.keys() == got.keys() and int(got["step"]) == 4
+    for name in want:
+        np.testing.assert_allclose(
+            got[name], want[name], rtol=2e-4, atol=2e-6, err_msg=name
+        )
+
+
 def test_a_workdir_belongs_to_one_run(run, tmp_path):
     workdir = run("run", "train.steps=1")
     before = sorted(p.name for p in workdir.iterdir())
