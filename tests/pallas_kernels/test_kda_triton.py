@@ -4,15 +4,11 @@ On a GPU they run as they are (JAX_PLATFORMS=cuda). Elsewhere Triton's interpret
 them, one numpy operation at a time, on the sizes it can bear.
 """
 
-import os
-
 import jax
 import numpy as np
 import pytest
 
 ON_GPU = jax.default_backend() == "gpu"
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
 import jax.numpy as jnp  # noqa: E402
