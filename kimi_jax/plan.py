@@ -17,7 +17,10 @@ from jax.sharding import Mesh
 from kimi_jax import accounting, canonical, flops, hardware, hlo, sharding
 from kimi_jax.config import Config
 from kimi_jax.train.program import lower_train_step, state_shape
-from kimi_jax.train.step import make_transform
+from kimi_jax.train.step import State, make_transform
+
+# Forward, backward (twice the forward), and what remat makes the forward repeat.
+_PASSES = {"none": 3, "unit": 4, "block": 4, "nested": 5}
 
 
 class Share(NamedTuple):
@@ -82,7 +85,8 @@ def make_plan(cfg: Config, mesh: Mesh) -> Plan:
     """Compile the train step of `cfg` for `mesh`; nothing is allocated on a device."""
     started = time.monotonic()
     transform = make_transform(cfg)
-    lowered = lower_train_step(cfg, mesh, transform)
+    state = state_shape(cfg, mesh, transform)
+    lowered = lower_train_step(cfg, mesh, transform, state)
     lowered_at = time.monotonic()
     compiled = lowered.compile()
     done = time.monotonic()
@@ -98,7 +102,11 @@ def make_plan(cfg: Config, mesh: Mesh) -> Plan:
     )
     traffic = hlo.collective_bytes(compiled.as_text())
     total = flops.step_flops(cfg)
-    roofline = None if row is None else _roofline(cfg, mesh, row, traffic, total)
+    kept = shares(cfg, state)
+    roofline = None
+    if row is not None:
+        moved = _state_and_weight_bytes(cfg, mesh, state, kept)
+        roofline = _roofline(cfg, mesh, row, traffic, total, moved)
     utilisation = None
     if row is not None and roofline is not None:
         utilisation = total / (roofline.seconds * row.flops * mesh.size)
@@ -106,7 +114,7 @@ def make_plan(cfg: Config, mesh: Mesh) -> Plan:
         mesh.size,
         device.device_kind,
         dict(mesh.shape),
-        shares(cfg, mesh),
+        kept,
         memory,
         traffic,
         total,
@@ -117,9 +125,11 @@ def make_plan(cfg: Config, mesh: Mesh) -> Plan:
     )
 
 
-def shares(cfg: Config, mesh: Mesh) -> list[Share]:
-    """What each part of the model keeps on one device between steps."""
-    state = state_shape(cfg, mesh, make_transform(cfg))
+def shares(cfg: Config, state: State) -> list[Share]:
+    """What each part of the model keeps on one device between steps.
+
+    `state` is a training state on its mesh, or its `state_shape`.
+    """
     found: dict[str, list[int]] = {}
     for which, tree in enumerate((state.params, state.optimizer)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -137,30 +147,27 @@ def _roofline(
     row: hardware.Device,
     traffic: dict[str, hlo.Collective],
     total: float,
+    moved: float,
 ) -> Roofline:
-    train = cfg.train
-    # Forward, backward (twice the forward), and what remat makes the forward repeat.
-    repeats = {"none": 3, "unit": 4, "block": 4, "nested": 5}[train.remat]
-    arithmetic = total * repeats / 3 / (row.flops * mesh.size)
     return Roofline(
-        arithmetic,
-        _state_and_weight_bytes(cfg, mesh, repeats) / row.bandwidth,
+        total * _PASSES[cfg.train.remat] / 3 / (row.flops * mesh.size),
+        moved / row.bandwidth,
         sum(kind.sent_bytes for kind in traffic.values()) / row.link,
     )
 
 
-def _state_and_weight_bytes(cfg: Config, mesh: Mesh, passes: int) -> float:
+def _state_and_weight_bytes(
+    cfg: Config, mesh: Mesh, state: State, kept: list[Share]
+) -> float:
     """Bytes of weights that a device reads in a step, and of state that it rewrites."""
-    kept = sum(share.parameters + share.optimizer for share in shares(cfg, mesh))
-    state = state_shape(cfg, mesh, make_transform(cfg))
     width = jax.numpy.dtype(cfg.model.dtype).itemsize
     weights = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
-        spec = sharding.parameter_spec(path, leaf)
         # Gathered over fsdp before it is used; split over the other axes all along.
-        split = [mesh.shape[a] for a in spec if isinstance(a, str) and a != "fsdp"]
-        weights += leaf.size * width // math.prod(split)
-    return 2 * kept + passes * cfg.train.micro_batches * weights
+        axes = sharding.split_axes(sharding.parameter_spec(path, leaf)) - {"fsdp"}
+        weights += leaf.size * width // math.prod(mesh.shape[axis] for axis in axes)
+    passes = _PASSES[cfg.train.remat] * cfg.train.micro_batches
+    return 2 * sum(s.parameters + s.optimizer for s in kept) + passes * weights
 
 
 def advice(cfg: Config, plan: Plan) -> list[str]:

@@ -203,6 +203,14 @@ def parameter_spec(path: Any, leaf: Any) -> PartitionSpec:
     return spec(*(None,) * (leaf.ndim - len(axes)), *axes)
 
 
+def split_axes(places: PartitionSpec) -> set[str]:
+    """The mesh axes that an array is split over."""
+    names: set[str] = set()
+    for axes in places:
+        names |= {axes} if isinstance(axes, str) else set(axes or ())
+    return names
+
+
 def state_shardings(mesh: Mesh, state: Any) -> Any:
     """The sharding of every leaf of a training state, or of its shapes."""
     return jax.tree_util.tree_map_with_path(

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from kimi_jax import hardware, hlo, plan, sharding, topology
+from kimi_jax.train.program import state_shape
 from kimi_jax.train.step import init_state, make_transform
 from tests import tiny
 
@@ -71,6 +72,20 @@ def test_memory_is_what_the_compiler_says(made):
     assert found.memory.arguments > 0 and found.memory.temporaries > 0
     assert found.collectives == hlo.collective_bytes(compiled.as_text())
     assert "all-to-all" in found.collectives
+
+
+def test_a_device_reads_the_weights_of_its_own_experts():
+    """Experts are split over two mesh axes; fsdp is undone before weights are used."""
+    more = ("mesh.context=2", "train.micro_batches=2", "train.batch_size=8")
+    cfg = tiny.make(*QUICK, *more)
+    mesh = sharding.make_mesh(cfg)
+    state = state_shape(cfg, mesh, make_transform(cfg))
+    want = sum(
+        leaf.size * 4 // (4 if "experts_" in jax.tree_util.keystr(path) else 1)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
+    )
+    got = plan._state_and_weight_bytes(cfg, mesh, state, [])
+    assert got == 3 * 2 * want  # forward and backward, of two micro-batches
 
 
 @pytest.mark.slow

@@ -307,7 +307,8 @@ def _compile(run: _Run, state: State) -> tuple[GuardedStep, Evaluator]:
     """The train step and the evaluation, compiled before the first step is timed."""
     run.progress.note("compiling the train step ...")
     started = time.monotonic()
-    compiled = lower_train_step(run.cfg, run.mesh, run.transform).compile()
+    lowered = lower_train_step(run.cfg, run.mesh, run.transform, state)
+    compiled = lowered.compile()
     traced = run.profiler.around(compiled, int(state.step))
     take_step = GuardedStep(
         traced, run.cfg, run.mesh, run.folder, run.metrics, run.progress, run.share

@@ -28,10 +28,12 @@ def state_shape(
 
 
 def lower_train_step(
-    cfg: Config, mesh: Mesh, transform: optax.GradientTransformation
+    cfg: Config, mesh: Mesh, transform: optax.GradientTransformation, state: State
 ) -> Any:
-    """The step on `mesh`, lowered: (state, batch, go) -> (state, metrics), in place."""
-    state = state_shape(cfg, mesh, transform)
+    """The step on `mesh`, lowered: (state, batch, go) -> (state, metrics), in place.
+
+    `state` tells shapes and places: the state itself, or its `state_shape`.
+    """
     where = jax.tree.map(lambda x: x.sharding, state)
     everywhere = sharding.replicated(mesh)
     step = jax.jit(
