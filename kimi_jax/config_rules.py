@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from kimi_jax import sharding
 from kimi_jax.config import (
@@ -32,11 +33,8 @@ _ALERTS = tuple(
 
 def check(config: Config) -> list[str]:
     """Every broken rule, as a line that names the field and the fix."""
-    problems = list(_positive(config))
-    pattern = list(_pattern(config.model))
-    problems += pattern
-    kinds = _ATTENTION if pattern else attention_kinds(config.model)
-    problems += _model(config.model, kinds)
+    problems = [*check_model(config.model), *_positive(_run_sizes(config))]
+    kinds = _ATTENTION if [*_pattern(config.model)] else attention_kinds(config.model)
     problems += _train(config.train)
     problems += _alerts(config.alerts)
     problems += _optimizer(config.optimizer, kinds)
@@ -49,10 +47,20 @@ def check(config: Config) -> list[str]:
     return problems
 
 
-def _positive(config: Config) -> Iterator[str]:
-    """Sizes that must be at least one, wherever they are used."""
-    model, train = config.model, config.train
-    sizes = {
+def check_model(model: Model) -> list[str]:
+    """The broken rules of the model alone."""
+    problems = list(_positive(_model_sizes(model)))
+    pattern = list(_pattern(model))
+    kinds = _ATTENTION if pattern else attention_kinds(model)
+    return problems + pattern + list(_model(model, kinds))
+
+
+_Sizes = dict[str, tuple[Any, tuple[str, ...]]]
+
+
+def _model_sizes(model: Model) -> _Sizes:
+    """What must be at least one: for a section, its values and the fields."""
+    return {
         "model": (model, ("vocab_size", "width", "num_layers")),
         "model.kda": (
             model.kda,
@@ -71,8 +79,13 @@ def _positive(config: Config) -> Iterator[str]:
             model.moe,
             ("num_experts", "num_active", "expert_width", "latent_width"),
         ),
+    }
+
+
+def _run_sizes(config: Config) -> _Sizes:
+    return {
         "train": (
-            train,
+            config.train,
             (
                 "steps",
                 "batch_size",
@@ -90,6 +103,10 @@ def _positive(config: Config) -> Iterator[str]:
         ),
         "alerts": (config.alerts, ("dead_steps",)),
     }
+
+
+def _positive(sizes: _Sizes) -> Iterator[str]:
+    """Sizes that are below one, wherever they are used."""
     for section, (values, names) in sizes.items():
         for name in names:
             size = getattr(values, name)
