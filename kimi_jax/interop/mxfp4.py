@@ -38,10 +38,8 @@ def unpack(codes: np.ndarray, scales: np.ndarray, dtype: object) -> np.ndarray:
         )
     exact = np.dtype(dtype) in (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
     table = _PAIRS.astype(dtype if exact else np.float32)
-    # A byte 255 is the format's NaN.
-    exponents = np.arange(256, dtype=np.float32) - _BIAS
-    powers = np.exp2(exponents).astype(np.float32)
-    powers[255] = np.nan
+    powers = np.exp2(np.arange(255, dtype=np.float32) - _BIAS)
+    powers = np.append(powers, np.float32(np.nan))  # the byte 255 is the format's NaN
     grouped = table[codes].reshape(*scales.shape, GROUP)
     values = grouped * powers.astype(table.dtype)[scales][..., None]
     return values.reshape(*codes.shape[:-1], size).astype(dtype, copy=False)

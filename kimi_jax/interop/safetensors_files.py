@@ -103,6 +103,8 @@ def read_header(file: pathlib.Path) -> list[Tensor]:
         pairs = json.loads(header, object_pairs_hook=lambda pairs: pairs)
     except ValueError as error:
         raise InteropError(f"{file}: its header is damaged: {error}") from error
+    if not isinstance(pairs, list) or not all(isinstance(p, tuple) for p in pairs):
+        raise InteropError(f"{file}: its header is no list of tensors")
     tensors = []
     seen: set[str] = set()
     for name, about in pairs:
@@ -149,7 +151,8 @@ def lay_out(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    with open(file, "wb") as stream:
+    # A file that is there already keeps the tensors it has.
+    with open(file, "ab"), open(file, "r+b") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.truncate(start + end)
     return {t.name: t._replace(offset=t.offset + start) for t in made}
