@@ -44,7 +44,7 @@ def declare(
 
 
 def chunk_file(state: pathlib.Path, name: str, number: int, rank: int) -> pathlib.Path:
-    """Where the `number`-th chunk along the first axis lies: its bytes, nothing else."""
+    """Where the `number`-th chunk along the first axis lies: bytes, nothing else."""
     at = [str(number), *["0"] * (rank - 1)][: max(rank, 1)]
     return state / _file_name(name) / ".".join(at)
 

@@ -56,7 +56,7 @@ def open_published(folder: str | os.PathLike[str]) -> Published:
         if len(problems) > _SHOWN:
             shown.append(f"... and {len(problems) - _SHOWN} more")
         raise InteropError(
-            f"{folder}: the tensors are not those that {hf_config.CONFIG} describes:\n  "
+            f"{folder}: the tensors are not those of its {hf_config.CONFIG}:\n  "
             + "\n  ".join(shown)
         )
     return Published(folder, release, arrays, tensors)

@@ -14,7 +14,7 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Of one pass over all jobs; bytes that an earlier run finished count as skipped."""
+    """Of one pass over all jobs; skipped bytes are those of an earlier run."""
 
     phase: str  # "writing" or "verifying"
     done: int
@@ -81,7 +81,7 @@ class Staging:
                 f"{self.folder} exists; name another folder, or remove it"
             )
         self.part.mkdir(parents=True, exist_ok=True)
-        self._list = open(self.part / LIST, "a+", encoding="utf-8")
+        self._list = open(self.part / LIST, "a+", encoding="utf-8")  # noqa: SIM115
         try:
             self._lock()
             self._read(json.loads(json.dumps(identity)))
@@ -102,14 +102,16 @@ class Staging:
           InteropError: what is on disk differs; the same command repairs it.
         """
         jobs = list(jobs)
-        self._pass(jobs, "writing", workers, self._write, show)
+        open_jobs = [job for job in jobs if job.key not in self.finished]
+        for job, crc32, progress in _each(jobs, open_jobs, "writing", workers):
+            self._append({"key": job.key, "bytes": job.bytes, "crc32": crc32})
+            self.finished[job.key] = (job.bytes, crc32)
+            show(progress)
         bad: list[str] = []
-
-        def check(job: Job) -> None:
-            if job.check() != self.finished[job.key][1]:
+        for job, crc32, progress in _each(jobs, jobs, "verifying", workers):
+            if crc32 != self.finished[job.key][1]:
                 bad.append(job.key)
-
-        self._pass(jobs, "verifying", workers, check, show)
+            show(progress)
         if bad:
             kept = [line for key, line in self._lines() if key not in bad]
             self._list.truncate(0)
@@ -176,40 +178,28 @@ class Staging:
         self._list.write(json.dumps(record) + "\n")
         self._list.flush()
 
-    def _write(self, job: Job) -> None:
-        if job.key in self.finished:
-            return
-        record = {"key": job.key, "bytes": job.bytes, "crc32": job.write()}
-        self._append(record)
-        self.finished[job.key] = (job.bytes, record["crc32"])
 
-    def _pass(
-        self,
-        jobs: list[Job],
-        phase: str,
-        workers: int,
-        do: Callable[[Job], None],
-        show: Callable[[Progress], None],
-    ) -> None:
-        total, started = sum(job.bytes for job in jobs), time.monotonic()
-        skipped = 0
-        if phase == "writing":
-            skipped = sum(job.bytes for job in jobs if job.key in self.finished)
-            jobs = [job for job in jobs if job.key not in self.finished]
-        done, waiting = skipped, collections.deque(jobs)
-        with ThreadPoolExecutor(workers) as pool:
-            running = {}
-            try:
-                while waiting or running:
-                    while waiting and len(running) < 2 * workers:
-                        job = waiting.popleft()
-                        running[pool.submit(do, job)] = job
-                    ready, _ = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
-                    for future in ready:
-                        done += running.pop(future).bytes
-                        future.result()
-                    seconds = time.monotonic() - started
-                    show(Progress(phase, done, total, skipped, seconds))
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+def _each(
+    jobs: list[Job], todo: list[Job], phase: str, workers: int
+) -> Iterator[tuple[Job, int, Progress]]:
+    """(job, CRC-32, progress) of `todo`, which is some of `jobs`, as they finish."""
+    total, started = sum(job.bytes for job in jobs), time.monotonic()
+    skipped = done = total - sum(job.bytes for job in todo)
+    waiting, running = collections.deque(todo), {}
+    pool = ThreadPoolExecutor(workers)
+    try:
+        while waiting or running:
+            # No more at a time than threads: each holds a tensor.
+            while waiting and len(running) < workers:
+                job = waiting.popleft()
+                do = job.write if phase == "writing" else job.check
+                running[pool.submit(do)] = job
+            ready, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in ready:
+                job = running.pop(future)
+                done += job.bytes
+                seconds = time.monotonic() - started
+                progress = Progress(phase, done, total, skipped, seconds)
+                yield job, future.result(), progress
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
