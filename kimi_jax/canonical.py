@@ -31,7 +31,7 @@ def flatten(model: Model, tree: Any) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = path_name(path)
-        head, stacked, tail = _split(name)
+        head, stacked, tail = split_name(name)
         if stacked is None:
             flat[name] = leaf
             continue
@@ -63,7 +63,7 @@ def unflatten(model: Model, flat: Mapping[str, Any], template: Any) -> Any:
 
     def restore(path: Any, leaf: Any) -> Any:
         name = path_name(path)
-        head, stacked, tail = _split(name)
+        head, stacked, tail = split_name(name)
         if stacked is None:
             return fetch(name, tuple(leaf.shape))
         here = places[stacked]
@@ -92,7 +92,7 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _split(name: str) -> tuple[str, str | None, str]:
+def split_name(name: str) -> tuple[str, str | None, str]:
     """(before, stacked path, after) around the scanned part of `name`, if any."""
     keys = name.split("/")
     for i, key in enumerate(keys):
