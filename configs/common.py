@@ -153,6 +153,7 @@ def train() -> dict:
         "seq_len": 256,
         "micro_batches": 1,
         "seed": 0,
+        "init_from": "",
         "remat": "none",
         "loss_chunk": 4096,
         "z_loss": 0.0,

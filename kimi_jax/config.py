@@ -197,6 +197,9 @@ class Train:
     seq_len: int
     micro_batches: int
     seed: int
+    # A checkpoint, native or published, whose parameters and router biases the run
+    # starts from, with a fresh optimizer; "": random ones.
+    init_from: str
     remat: Literal["none", "unit", "block", "nested"]
     loss_chunk: int  # tokens whose logits exist at one time
     z_loss: float

@@ -82,7 +82,7 @@ def template_for(source: Source, mesh: Mesh | None, dtype: str | None) -> Any:
         kind = np.dtype(dtype) if dtype is not None else kinds[name]
         return jax.ShapeDtypeStruct(leaf.shape, kind, sharding=where)
 
-    _check(source, source.model)
+    check_fits(source, source.model)
     template = {}
     for collection, tree in shapes.items():
         firsts = _first_names(source.model, collection, tree)
@@ -113,7 +113,7 @@ def read_variables(source: Source, model: config.Model, template: Any) -> Any:
     Raises:
       InteropError: the source holds other arrays than the model has.
     """
-    _check(source, model)
+    check_fits(source, model)
     places = _places(model)
     with ThreadPoolExecutor(_READERS) as pool:
 
@@ -174,8 +174,12 @@ def _first_names(model: config.Model, collection: str, tree: Any) -> Any:
     )
 
 
-def _check(source: Source, model: config.Model) -> None:
-    """That the arrays of the source are those of the model."""
+def check_fits(source: Source, model: config.Model) -> None:
+    """That the arrays of the source are those of the model; a vision tower may be more.
+
+    Raises:
+      InteropError: names that are missing or left over, or shapes that differ.
+    """
     places = _places(model)
     wanted: dict[str, Shape] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(model)):
