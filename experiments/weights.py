@@ -29,9 +29,10 @@ def main(overrides: list[str]) -> None:
     )
 
 
-def size_rows(model: Model) -> list[tuple[str, str, str]]:
+def size_rows(model: Model) -> list[tuple[str, ...]]:
     """(part, published, loaded), and their sums."""
-    rows, totals = [("part", "published", "loaded")], [0.0, 0.0]
+    rows: list[tuple[str, ...]] = [("part", "published", "loaded")]
+    totals = [0.0, 0.0]
     for part in accounting.parameter_parts(model):
         packed = part.name == "routed experts" and model.moe.latent_width is not None
         sizes = (part.total * (_MXFP4 if packed else 2), part.total * 2.0)
