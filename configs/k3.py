@@ -80,7 +80,7 @@ def get_config(arg=""):
 
 
 def add_vision(config):
-    """The released tower; half of a row may be images, of 3584 x 3584 pixels at most."""
+    """The released tower; images may take half of the positions of a row."""
     config.name += "_vision"
     config.model.vision = common.vision()
     config.model.vision.update(

@@ -73,9 +73,7 @@ class EncoderLayer(nn.Module):
         )
         heads = ("rows", None, "heads", None)
         o_BPHK = islands.island(
-            functools.partial(
-                item_attention, scale=K**-0.5, block_size=cfg.block_size
-            ),
+            functools.partial(item_attention, scale=K**-0.5, block_size=cfg.block_size),
             *(q_BPHK, k_BPHK, v_BPHK, places.item_BP),
             inputs=(heads, heads, heads, ("rows", None)),
             outputs=heads,
@@ -111,7 +109,9 @@ class Projector(nn.Module):
         hidden_BMS = x_BMS @ _he(self, "project_in", (S, S), model.dtype)
         hidden_BMS = jax.nn.gelu(hidden_BMS, approximate=False)
         out_BME = hidden_BMS @ _he(self, "project_out", (S, E), model.dtype)
-        return rms_norm(out_BME, parameters.gain(self, "norm", E), cfg.projector_norm_eps)
+        return rms_norm(
+            out_BME, parameters.gain(self, "norm", E), cfg.projector_norm_eps
+        )
 
 
 def init(model: config.Model, key: jax.Array) -> Variables:
@@ -138,11 +138,11 @@ def init(model: config.Model, key: jax.Array) -> Variables:
 def features(
     model: config.Model,
     variables: Variables,
-    media: Media | None,
+    media: Media,
     *,
     remat: str = "none",
-) -> jax.Array | None:
-    """features_BMD of what a batch shows, M = P / merge^2; None for no media.
+) -> jax.Array:
+    """features_BMD of what a batch shows, M = P / merge^2.
 
     In each row the features of its items follow one another in the order that the
     placeholders of a text take them; after the last they mean nothing.
@@ -151,11 +151,9 @@ def features(
       variables: of the whole model, from `transformer.init`.
       remat: anything but "none" computes each layer again in the backward pass.
     """
-    if media is None:
-        return None
     params = variables["params"]["vision"]
     merged_BMS = encode(model, params, media, remat=remat)
-    return Projector(model).apply({"params": params["projector"]}, merged_BMS)
+    return _call(Projector(model), params["projector"], merged_BMS)
 
 
 def encode(
@@ -166,16 +164,19 @@ def encode(
     places = ops.locate(media.grids_BI3, media.patches_BPC.shape[1], cfg.merge)
 
     def layer(x_BPD: jax.Array, own: Any) -> tuple[jax.Array, None]:
-        return EncoderLayer(model).apply({"params": own}, x_BPD, places), None
+        return _call(EncoderLayer(model), own, x_BPD, places), None
 
     if remat != "none":
         layer = jax.checkpoint(layer, prevent_cse=False)
-    x_BPD = PatchEmbedding(model).apply(
-        {"params": params["embedding"]}, media.patches_BPC, places
-    )
+    embedding = PatchEmbedding(model)
+    x_BPD = _call(embedding, params["embedding"], media.patches_BPC, places)
     x_BPD = sharding.constrain(x_BPD, "rows", None, None)
     x_BPD, _ = jax.lax.scan(layer, x_BPD, params["layers"])
-    return Merge(model).apply({"params": params["merge"]}, x_BPD, places)
+    return _call(Merge(model), params["merge"], x_BPD, places)
+
+
+def _call(module: nn.Module, params: Any, *inputs: Any) -> Any:
+    return module.apply({"params": params}, *inputs)
 
 
 def placeholders(model: config.Model, tokens_BT: jax.Array) -> jax.Array:
@@ -209,9 +210,7 @@ def _uniform(
     return module.param(name, init, shape).astype(dtype)
 
 
-def _he(
-    module: nn.Module, name: str, shape: tuple[int, ...], dtype: str
-) -> jax.Array:
+def _he(module: nn.Module, name: str, shape: tuple[int, ...], dtype: str) -> jax.Array:
     """A matrix [in, out] of truncated normals of variance 2 / in."""
     init = jax.nn.initializers.he_normal(in_axis=0, out_axis=1)
     return module.param(name, init, shape, jnp.float32).astype(dtype)

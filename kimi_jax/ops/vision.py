@@ -17,7 +17,7 @@ from jax import Array
 
 
 class Places(NamedTuple):
-    """Where each patch is: int32 [B, P] each. Padding is at 0 of a grid of one patch."""
+    """Where each patch is: int32 [B, P] each; padding is at 0 of a grid of one."""
 
     item_BP: Array  # counted from 1 within the row; 0: padding
     t_BP: Array
