@@ -10,7 +10,8 @@ Expect:   TBD
 from configs import common
 
 
-def get_config():
+def get_config(arg=""):
+    text = common.parse_arg(arg, text=0)["text"]
     config = common.base()
     config.name = "vision_words"
     model = config.model
@@ -19,20 +20,22 @@ def get_config():
     model.mla.update(num_heads=2)
     model.ffn.update(num_dense_layers=2, width=256)
     model.vision = common.vision()
-    # One row holds about six pictures, of 8 patches and 2 positions each.
-    config.data.sources = ("words:8192", "")
-    config.data.mixture = ((0.0, 0.75, 0.25),)
+    config.data.sources = ("words:16384",)
+    if text:
+        config.data.sources += ("",)
+        config.data.mixture = ((0.0, 100.0 - text, float(text)),)
     config.data.validation_fraction = 0.03
     config.optimizer.update(learning_rate=5e-3)
+    # A row holds twelve pictures, of 8 patches and 2 positions each.
     config.train.update(
-        steps=600,
+        steps=500,
         batch_size=16,
         seq_len=64,
-        row_patches=80,
-        row_items=10,
+        row_patches=96,
+        row_items=12,
         log_every=20,
         eval_every=100,
-        checkpoint_every=300,
+        checkpoint_every=250,
     )
     config.sample.update(num_tokens=60)
     return config

@@ -50,10 +50,15 @@ def draw(seed: int, i: int) -> np.ndarray:
     if rng.integers(2):
         dark, light = light, dark
     image = Image.new("RGB", (WIDTH, HEIGHT), tuple(light.tolist()))
-    pen, font = ImageDraw.Draw(image), ImageFont.load_default(FONT_SIZE)
+    pen, font = ImageDraw.Draw(image), _font()
     text = number(seed, i)
     left, top, right, bottom = pen.textbbox((0, 0), text, font)
     x = rng.integers(0, max(1, WIDTH - int(right - left))) - left
     y = rng.integers(0, max(1, HEIGHT - int(bottom - top))) - top
     pen.text((x, y), text, tuple(dark.tolist()), font)
     return np.asarray(image)[None]
+
+
+@functools.cache
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(FONT_SIZE)
