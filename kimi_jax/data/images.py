@@ -171,9 +171,9 @@ def resize(image_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
     """Bytes [H, W, C] to bytes [height, width, C], bicubic.
 
     The kernel (Keys, a = -1/2) is widened by the factor of a reduction, so that every
-    pixel counts; width first, rounded to bytes after each side, as Pillow does.
+    pixel counts; height first, rounded to bytes after each side, as Pillow does.
     """
-    for axis, size in ((1, width), (0, height)):
+    for axis, size in ((0, height), (1, width)):
         if image_HWC.shape[axis] != size:
             weights = _weights(image_HWC.shape[axis], size)
             mixed = np.tensordot(weights, image_HWC.astype(np.float32), (1, axis))

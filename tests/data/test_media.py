@@ -8,7 +8,7 @@ from PIL import Image
 
 from configs import common
 from kimi_jax import config_io
-from kimi_jax.data import loader, media, media_sources, words
+from kimi_jax.data import images, loader, media, media_sources, words
 from kimi_jax.data.tokenizer import ByteTokenizer
 from kimi_jax.errors import UserError
 
@@ -37,11 +37,12 @@ def test_placeholders_expand_to_merged_patches():
 
 
 def test_rows_show_what_their_text_says(tmp_path):
-    """Every row: whole documents, each with its picture's patches, text alone weighs."""
-    cfg = make()
-    drawn = {}
+    """Whole documents, each with the patches of its picture; text alone weighs."""
+    cfg, drawn = make(), {}
+    vision = cfg.model.vision
     for i in range(64):
-        pixels, _ = loader_patches(cfg, words.draw(0, i))
+        size = images.fit(words.HEIGHT, words.WIDTH, vision)
+        pixels, _ = images.to_patches(words.draw(0, i), size, vision)
         drawn[pixels.tobytes()] = words.number(0, i)
     batch = load(cfg, tmp_path).train[0]
     assert batch["patches"].shape == (4, 32, 588)
@@ -58,10 +59,8 @@ def test_rows_show_what_their_text_says(tmp_path):
             end = start + int((batch["segment_ids"][row] == n + 1).sum())
             text = BYTES.decode(targets[start + 2 : end])
             assert drawn[batch["patches"][row, 8 * n : 8 * n + 8].tobytes()] == text
-        real = batch["segment_ids"][row] > 0
-        np.testing.assert_array_equal(
-            batch["weights"][row] > 0, real & (targets != SHOWN)
-        )
+        weighs = (batch["segment_ids"][row] > 0) & (targets != SHOWN)
+        np.testing.assert_array_equal(batch["weights"][row], weighs)
 
 
 def loader_patches(cfg, frames):
@@ -76,7 +75,8 @@ def test_every_document_is_seen_once_an_epoch(tmp_path):
     (pool,) = data.train.parts
     batch = pool.read(np.arange(pool.windows), pool.windows)
     documents = (batch["tokens"] == BYTES.bos).sum()
-    held_out = (data.validation[0]["tokens"] == BYTES.bos).sum()
+    text = data.validation
+    held_out = sum((text[i]["tokens"] == BYTES.bos).sum() for i in range(len(text)))
     assert documents + held_out == 64 and held_out > 4
 
 
@@ -96,7 +96,7 @@ def test_text_and_pictures_mix_in_one_batch(tmp_path):
     cfg = make(f"data.sources=words:64,{tmp_path}", "data.mixture=((0, 1, 1),)")
     train = load(cfg, tmp_path / "tokens").train
     shown = [(train[step]["tokens"] == SHOWN).any(axis=1) for step in range(4)]
-    assert np.sum(shown) == 8  # half of 16 rows
+    assert 5 <= np.sum(shown) <= 11  # about half of 16 rows
     batch = train[0]
     assert not batch["grids"][~shown[0]].any()
     assert (batch["weights"][~shown[0]] > 0).mean() > 0.9
@@ -104,11 +104,8 @@ def test_text_and_pictures_mix_in_one_batch(tmp_path):
 
 def test_text_alone_gives_the_batches_that_it_gave(tmp_path):
     (tmp_path / "a.txt").write_text("some words. " * 300)
-    text = (
-        "train.row_patches=0",
-        "train.row_items=0",
-        f"data.sources={tmp_path}/a.txt",
-    )
+    (tmp_path / "b.txt").write_text("other words. " * 300)
+    text = ("train.row_patches=0", "train.row_items=0", f"data.sources={tmp_path}")
     batch = load(make(*text), tmp_path / "tokens").train[0]
     assert list(batch) == ["tokens", "targets", "segment_ids", "weights"]
 
@@ -140,10 +137,8 @@ def store(source: str, *overrides: str) -> media.MediaStore:
 def test_pairs_hold_images_and_clips(pairs):
     both = {"text": "a <image>b<image>", "images": ["0.png", ["2.png", "4.png"]]}
     made = store(pairs(both, {"text": "none", "images": []}))
-    a, b = (
-        made.tokens_N[s:e].tolist()
-        for s, e in zip(made.offsets_M, made.offsets_M[1:], strict=False)
-    )
+    at = made.offsets_M
+    a, b = (made.tokens_N[at[i] : at[i + 1]].tolist() for i in range(2))
     assert a == [BYTES.bos, *b"a ", SHOWN, *b"b", SHOWN, BYTES.eod]
     assert b == [BYTES.bos, *b"none", BYTES.eod]
     assert made.needs_D2.tolist() == [[12, 2], [0, 0]]
@@ -178,7 +173,7 @@ GOOD = {"text": "<image>", "images": ["0.png"]}
         ({"text": "a"}, "line 2: must be"),
         (
             {"text": "a", "images": ["0.png"]},
-            r"line 2: the text has 0 placeholders .* 1",
+            r"line 2: the text has 0 .* 1 im",
         ),
         ({"text": "<image>", "images": ["9.png"]}, "9.png: No such file"),
         ({"text": "<image>", "images": ["pairs.jsonl"]}, "pairs.jsonl is no image"),

@@ -111,10 +111,7 @@ def test_features_take_the_place_of_placeholders(model):
         ).h_BTD
 
     table_VD = variables["params"]["embedding"]["embed"].at[9:12].set(shown[0, :3])
-    own = {
-        **variables["params"],
-        "embedding": {"embed": table.at[9:12].set(shown[0, :3])},
-    }
+    own = {**variables["params"], "embedding": {"embed": table_VD}}
     as_tokens = np.array([[1, 9, 10, 2, 11, 3]], np.int32)
     want = h(as_tokens, variables={**variables, "params": own})
     np.testing.assert_allclose(h(tokens, shown), want, atol=1e-6)
