@@ -6,53 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import common
-from kimi_jax import canonical, config_io
+from kimi_jax import canonical
 from kimi_jax.modules import transformer, vision
 from tests import tiny
 from tests.modules import vision_reference as reference
-
-GRIDS = ((1, 2, 4), (3, 4, 2))  # 32 patches, 4 merged
-P = 40
-
-
-def make(*overrides: str):
-    """The tiny model with a tiny tower."""
-    values = tiny.values()
-    values.model.update(num_layers=1, attention=("gqa",))
-    values.model.ffn.num_dense_layers = 1
-    values.model.vision = common.vision()
-    values.model.vision.update(
-        patch_size=2,
-        width=16,
-        num_heads=2,
-        head_dim=8,
-        mlp_width=24,
-        position_rows=3,
-        position_columns=5,
-        block_size=16,
-    )
-    return config_io.from_dict(values, overrides).model
-
-
-def draw(seed: int, grids=GRIDS) -> np.ndarray:
-    """Pixel values of items."""
-    patches = sum(t * h * w for t, h, w in grids)
-    return np.random.default_rng(seed).normal(size=(patches, 12)).astype(np.float32)
-
-
-def media(rows) -> vision.Media:
-    """Rows of (pixels, grids)."""
-    patches = np.zeros((len(rows), P, 12), np.float32)
-    table = np.zeros((len(rows), 3, 3), np.int32)
-    for row, (pixels, grids) in enumerate(rows):
-        patches[row, : len(pixels)], table[row, : len(grids)] = pixels, grids
-    return vision.Media(jnp.asarray(patches), jnp.asarray(table))
+from tests.modules.vision_cases import GRIDS, draw, make, media
 
 
 @pytest.fixture(scope="module")
 def model():
-    return make()
+    return make().model
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +97,8 @@ def test_a_text_model_has_no_tower_and_says_so():
 
 def test_first_values_have_the_published_spread():
     own = jax.jit(vision.init, static_argnums=0)(
-        make("model.vision.width=64", "model.vision.mlp_width=512"), jax.random.key(0)
+        make("model.vision.width=64", "model.vision.mlp_width=512").model,
+        jax.random.key(0),
     )
     spread = lambda x: float(np.std(x))  # noqa: E731
     assert spread(own["layers"]["up"]) == pytest.approx((2 / 64) ** 0.5, rel=0.02)
