@@ -27,11 +27,11 @@ _TOWER = "vision/layers"  # where the tower's stacked layers are
 
 def flatten(model: Model, tree: Any) -> dict[str, Any]:
     """{canonical name: array} of every leaf of `tree`, in depth order."""
-    places = _places(model)
+    places = places_of(model)
     flat: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = path_name(path)
-        head, stacked, tail = _split(name)
+        head, stacked, tail = split_name(name)
         if stacked is None:
             flat[name] = leaf
             continue
@@ -46,7 +46,7 @@ def unflatten(model: Model, flat: Mapping[str, Any], template: Any) -> Any:
     Raises:
       ValueError: names that are missing or left over, or shapes that differ.
     """
-    places = _places(model)
+    places = places_of(model)
     used: set[str] = set()
     problems: list[str] = []
 
@@ -61,7 +61,7 @@ def unflatten(model: Model, flat: Mapping[str, Any], template: Any) -> Any:
 
     def restore(path: Any, leaf: Any) -> Any:
         name = path_name(path)
-        head, stacked, tail = _split(name)
+        head, stacked, tail = split_name(name)
         if stacked is None:
             return fetch(name, tuple(leaf.shape))
         here = places[stacked]
@@ -90,7 +90,7 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _places(model: Model) -> dict[str, list[layout.Place]]:
+def places_of(model: Model) -> dict[str, list[layout.Place]]:
     """What each stacked path of the tree holds, the layers of its vision tower too."""
     places: dict[str, list[layout.Place]] = {}
     for place in layout.places(layout.plan(model)):
@@ -103,7 +103,7 @@ def _places(model: Model) -> dict[str, list[layout.Place]]:
     return places
 
 
-def _split(name: str) -> tuple[str, str | None, str]:
+def split_name(name: str) -> tuple[str, str | None, str]:
     """(before, stacked path, after) around the scanned part of `name`, if any."""
     keys = name.split("/")
     for i, key in enumerate(keys):

@@ -56,6 +56,21 @@ def from_dict(
     return config
 
 
+def model_from_dict(values: Mapping[str, Any]) -> schema.Model:
+    """Checked `Model` from nested plain values; lists may stand for tuples.
+
+    Raises:
+      ConfigError: as `from_dict`.
+    """
+    problems: list[str] = []
+    built = _build(schema.Model, _plain(values), "config.model", problems)
+    if not problems:
+        problems += config_rules.check_model(built)
+    if problems:
+        raise ConfigError(problems)
+    return typing.cast(schema.Model, built)
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """Nested plain values, JSON-ready; `from_dict` reads them back."""
     return dataclasses.asdict(config)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from kimi_jax import sharding
 from kimi_jax.config import (
@@ -33,11 +34,8 @@ _ALERTS = tuple(
 
 def check(config: Config) -> list[str]:
     """Every broken rule, as a line that names the field and the fix."""
-    problems = list(_positive(config))
-    pattern = list(_pattern(config.model))
-    problems += pattern
-    kinds = _ATTENTION if pattern else attention_kinds(config.model)
-    problems += _model(config.model, kinds)
+    problems = [*check_model(config.model), *_positive(_run_sizes(config))]
+    kinds = _ATTENTION if [*_pattern(config.model)] else attention_kinds(config.model)
     problems += _train(config.train)
     problems += _room(config.train, config.model.vision)
     problems += _alerts(config.alerts)
@@ -51,10 +49,26 @@ def check(config: Config) -> list[str]:
     return problems
 
 
-def _positive(config: Config) -> Iterator[str]:
-    """Sizes that must be at least one, wherever they are used."""
-    model, train = config.model, config.train
-    sizes = {
+def check_model(model: Model) -> list[str]:
+    """The broken rules of the model alone."""
+    problems = list(_positive(_model_sizes(model)))
+    pattern = list(_pattern(model))
+    kinds = _ATTENTION if pattern else attention_kinds(model)
+    return problems + pattern + list(_model(model, kinds))
+
+
+_Sizes = dict[str, tuple[Any, tuple[str, ...]]]
+
+
+def _model_sizes(model: Model) -> _Sizes:
+    """What must be at least one: for a section, its values and the fields."""
+    vision: _Sizes = {}
+    if model.vision is not None:
+        names = [field.name for field in dataclasses.fields(model.vision)]
+        whole = [n for n in names if isinstance(getattr(model.vision, n), int)]
+        sizes = tuple(n for n in whole if n != "placeholder")
+        vision = {"model.vision": (model.vision, sizes)}
+    return vision | {
         "model": (model, ("vocab_size", "width", "num_layers")),
         "model.kda": (
             model.kda,
@@ -73,8 +87,13 @@ def _positive(config: Config) -> Iterator[str]:
             model.moe,
             ("num_experts", "num_active", "expert_width", "latent_width"),
         ),
+    }
+
+
+def _run_sizes(config: Config) -> _Sizes:
+    return {
         "train": (
-            train,
+            config.train,
             (
                 "steps",
                 "batch_size",
@@ -92,10 +111,10 @@ def _positive(config: Config) -> Iterator[str]:
         ),
         "alerts": (config.alerts, ("dead_steps",)),
     }
-    if model.vision is not None:
-        fields = [field.name for field in dataclasses.fields(model.vision)]
-        whole = [n for n in fields if isinstance(getattr(model.vision, n), int)]
-        sizes["model.vision"] = model.vision, tuple(set(whole) - {"placeholder"})
+
+
+def _positive(sizes: _Sizes) -> Iterator[str]:
+    """Sizes that are below one, wherever they are used."""
     for section, (values, names) in sizes.items():
         for name in names:
             size = getattr(values, name)
