@@ -73,10 +73,11 @@ PARAMETERS: dict[str, Axes] = {
     "experts_down": ("experts", "hidden", "latent"),
     **dict.fromkeys(("norm", "o_norm", "latent_norm", "gain", "query"), _VECTOR),
     **dict.fromkeys(("q_a_norm", "kv_a_norm", "bias"), _VECTOR),
-    # The vision tower.
+    # The vision tower, whose few heads are whole on every device.
     "patch": (None, "width"),
     "position": (None, None, "width"),
-    "qkv": ("width", None, "heads", None),
+    "qkv": ("width", None, None, None),
+    "out": (None, None, "width"),
     "project_in": ("width", "hidden"),
     "project_out": ("hidden", "width"),
     **dict.fromkeys(("attention_norm", "mlp_norm"), _VECTOR),
@@ -187,7 +188,6 @@ def _split_sizes(cfg: config.Config) -> list[tuple[str, int, tuple[str, ...]]]:
         vision = model.vision
         sizes += [
             ("model.vision.width", vision.width, ("fsdp",)),
-            ("model.vision.num_heads", vision.num_heads, ("tensor",)),
             ("model.vision.mlp_width", vision.mlp_width, ("tensor",)),
         ]
     return sizes

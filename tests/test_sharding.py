@@ -18,10 +18,7 @@ from tests.modules import vision_cases
 
 
 def published(name: str, *overrides: str):
-    file, _, argument = name.partition(":")
-    values = runpy.run_path(f"configs/{file}.py")["get_config"](
-        *filter(None, [argument])
-    )
+    values = runpy.run_path(f"configs/{name}.py")["get_config"]()
     return config_io.from_dict(values, overrides)
 
 
@@ -57,8 +54,6 @@ CONFIGS = {
     "k3": lambda: published("k3"),
     "k3-adamw": lambda: published("k3", "optimizer.kind=adamw"),
     "vision": lambda: vision_cases.make(*MESH),
-    "vision-adamw": lambda: vision_cases.make(*MESH, "optimizer.kind=adamw"),
-    "k3-vision": lambda: published("k3:vision=1"),
     "kimi-linear": lambda: published("kimi_linear_48b", *MESH, "mesh.expert=4"),
 }
 
@@ -74,7 +69,7 @@ def test_every_array_of_the_state_has_a_place_that_divides_it(name):
             assert 0 <= leaf.ndim - len(axes) <= 2 or leaf.ndim == 0, path
 
 
-@pytest.mark.parametrize("name", ["tiny", "adamw", "k3", "k3-adamw"])
+@pytest.mark.parametrize("name", ["tiny", "adamw", "vision", "k3", "k3-adamw"])
 def test_momenta_lie_with_their_parameters(name):
     _, shapes, shardings = state_of(CONFIGS[name]())
     where = named(shardings.params)

@@ -45,7 +45,7 @@ def _layer(vision: config.Vision, i: int) -> list[Entry]:
     return [
         plain(f"{name}/attention_norm", f"{theirs}.norm0.weight", D),
         linear(f"{name}/qkv", f"{theirs}.wqkv.weight", (3, *heads), D),
-        linear(f"{name}/o", f"{theirs}.wo.weight", D, heads),
+        linear(f"{name}/out", f"{theirs}.wo.weight", D, heads),
         plain(f"{name}/mlp_norm", f"{theirs}.norm1.weight", D),
         linear(f"{name}/up", f"{theirs}.mlp.fc0.weight", F, D),
         linear(f"{name}/down", f"{theirs}.mlp.fc1.weight", D, F),

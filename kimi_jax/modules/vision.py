@@ -71,15 +71,15 @@ class EncoderLayer(nn.Module):
         q_BPHK, k_BPHK = (
             ops.rotate_in_plane(z, places, cfg.rope_base) for z in (q_BPHK, k_BPHK)
         )
-        heads = ("rows", None, "heads", None)
+        heads = ("rows", None, None, None)
         o_BPHK = islands.island(
             functools.partial(item_attention, scale=K**-0.5, block_size=cfg.block_size),
             *(q_BPHK, k_BPHK, v_BPHK, places.item_BP),
             inputs=(heads, heads, heads, ("rows", None)),
             outputs=heads,
         )
-        o_HKD = _uniform(self, "o", (H, K, D), H * K, dtype)
-        x_BPD += jnp.einsum("bphk,hkd->bpd", o_BPHK.astype(dtype), o_HKD)
+        out_HKD = _uniform(self, "out", (H, K, D), H * K, dtype)
+        x_BPD += jnp.einsum("bphk,hkd->bpd", o_BPHK.astype(dtype), out_HKD)
         h_BPD = rms_norm(x_BPD, parameters.gain(self, "mlp_norm", D), NORM_EPS)
         hidden_BPF = jax.nn.gelu(h_BPD @ _he(self, "up", (D, F), dtype))
         return x_BPD + hidden_BPF @ _he(self, "down", (F, D), dtype)

@@ -42,7 +42,7 @@ RULES: dict[str, Rule] = {
     # value rows of a head together.
     **dict.fromkeys(("q", "k", "v", "q_b", "kv_b"), _HEADS),
     **dict.fromkeys(("f_b", "g", "g_b"), _TO_HEADS),
-    "o": _FROM_HEADS,
+    **dict.fromkeys(("o", "out"), _FROM_HEADS),
     **dict.fromkeys(("q_a", "kv_a", "f_a", "g_a", "beta"), _MATRIX),
     **dict.fromkeys(("gate", "up", "down", "router"), _MATRIX),
     **dict.fromkeys(("latent_down", "latent_up"), _MATRIX),

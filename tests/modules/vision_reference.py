@@ -77,7 +77,7 @@ def block(vision, own, x, at):
     scores = np.einsum("phk,shk->hps", q, k) / math.sqrt(K)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    x = x + np.einsum("hps,shk,hkd->pd", weights, v, own["o"])
+    x = x + np.einsum("hps,shk,hkd->pd", weights, v, own["out"])
     hidden = norm(x, own["mlp_norm"], eps) @ own["up"]
     inner = math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)
     return x + (0.5 * hidden * (1 + np.tanh(inner))) @ own["down"]
