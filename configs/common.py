@@ -176,6 +176,7 @@ def train() -> dict:
         "row_items": 0,
         "micro_batches": 1,
         "seed": 0,
+        "init_from": "",
         "remat": "none",
         "loss_chunk": 4096,
         "z_loss": 0.0,

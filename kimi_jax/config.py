@@ -220,6 +220,9 @@ class Train:
     row_items: int  # room for images and clips in a sequence
     micro_batches: int
     seed: int
+    # A checkpoint, native or published, whose parameters and router biases the run
+    # starts from, with a fresh optimizer; "": random ones.
+    init_from: str
     remat: Literal["none", "unit", "block", "nested"]
     loss_chunk: int  # tokens whose logits exist at one time
     z_loss: float

@@ -27,6 +27,7 @@ from kimi_jax.modules import transformer
 
 _SHOWN = 10
 _READERS = 8
+_VISION = "params/vision/"
 # Fields that change how a model is trained or computed, but not what it is.
 _FREE = {
     "dtype",
@@ -80,7 +81,7 @@ def template_for(source: Source, mesh: Mesh | None, dtype: str | None) -> Any:
         kind = np.dtype(dtype) if dtype is not None else kinds[name]
         return jax.ShapeDtypeStruct(leaf.shape, kind, sharding=where)
 
-    _check(source, source.model)
+    check_fits(source, source.model)
     template = {}
     for collection, tree in shapes.items():
         firsts = _first_names(source.model, collection, tree)
@@ -98,7 +99,7 @@ def read_variables(source: Source, model: config.Model, template: Any) -> Any:
     Raises:
       InteropError: the source holds other arrays than the model has.
     """
-    _check(source, model)
+    check_fits(source, model)
     places = canonical.places_of(model)
     with ThreadPoolExecutor(_READERS) as pool:
 
@@ -152,14 +153,24 @@ def _first_names(model: config.Model, collection: str, tree: Any) -> Any:
     )
 
 
-def _check(source: Source, model: config.Model) -> None:
-    """That the arrays of the source are those of the model."""
+def check_fits(source: Source, model: config.Model) -> None:
+    """That the arrays of the source are those of the model.
+
+    A text model may leave out the vision tower of the source.
+
+    Raises:
+      InteropError: names that are missing or left over, or shapes that differ.
+    """
     places = canonical.places_of(model)
     wanted: dict[str, Shape] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(model)):
         for name, at in _cells(canonical.path_name(path), places):
             wanted[name] = tuple(leaf.shape[len(at) :])
-    stored = {name: x.shape for name, x in source.arrays.items()}
+    stored = {
+        name: x.shape
+        for name, x in source.arrays.items()
+        if model.vision is not None or not name.startswith(_VISION)
+    }
     lines = [
         f"{name}: {stored.get(name, 'absent')} in the checkpoint, "
         f"{wanted.get(name, 'absent')} in the model"

@@ -113,10 +113,17 @@ def shown(
 def logits(
     model: config.Model,
     variables: transformer.Variables,
-    tokens_BT: np.ndarray,
-    media: vision.Media | None = None,
+    expected: Mapping[str, np.ndarray],
 ) -> np.ndarray:
-    """Next-token logits [B, T, W] of the production forward pass."""
+    """Next-token logits [B, T, W] of the production forward pass.
+
+    Args:
+      expected: from `read_expected`; its inputs are used.
+
+    Raises:
+      InteropError: see `shown`.
+    """
+    tokens_BT, media = shown(model, expected)
 
     @jax.jit
     def forward(variables: transformer.Variables, tokens_BT: jax.Array) -> jax.Array:
@@ -155,21 +162,29 @@ def hidden_states(
 
 
 def first_deviation(
-    states: Iterator[np.ndarray], expected: Mapping[str, np.ndarray], atol: float
-) -> tuple[int | None, list[float]]:
+    model: config.Model,
+    variables: transformer.Variables,
+    expected: Mapping[str, np.ndarray],
+    atol: float,
+) -> tuple[int | None, dict[int, float]]:
     """The first layer that is off by more than `atol` of its scale, and all errors.
 
-    The scale is the largest expected value of the layer, or 1 if that is more.
+    Layers that `expected` has no hidden_i of are not looked at. The scale is the
+    largest expected value of the layer, or 1 if that is more.
     """
-    first, errors = None, []
-    for i, ours in enumerate(states):
+    first: int | None = None
+    errors: dict[int, float] = {}
+    last = max(
+        (i for i in range(model.num_layers) if f"hidden_{i}" in expected), default=-1
+    )
+    states = hidden_states(model, variables, expected["input_ids"])
+    for i, ours in zip(range(last + 1), states, strict=False):
         if f"hidden_{i}" not in expected:
-            break
+            continue
         theirs = expected[f"hidden_{i}"].astype(np.float64)
-        error = float(np.abs(ours.astype(np.float64) - theirs).max())
-        errors.append(error)
+        errors[i] = float(np.abs(ours.astype(np.float64) - theirs).max())
         scale = max(1.0, float(np.abs(theirs).max()))
-        if first is None and not error <= atol * scale:
+        if first is None and not errors[i] <= atol * scale:
             first = i
     return first, errors
 

@@ -29,6 +29,8 @@ from kimi_jax.config import Config, Monitor
 from kimi_jax.data import loader
 from kimi_jax.errors import UserError
 from kimi_jax.infer.sample import sample
+from kimi_jax.interop.load import check_fits, differences, read_variables
+from kimi_jax.interop.sources import Source, open_source
 from kimi_jax.monitor.console import Progress
 from kimi_jax.monitor.metrics import (
     MetricsWriter,
@@ -40,7 +42,7 @@ from kimi_jax.monitor.metrics import (
 from kimi_jax.monitor.prometheus import Exporter
 from kimi_jax.monitor.report import build_report
 from kimi_jax.monitor.tokenizing import tokenizing_lines
-from kimi_jax.train import first_screen, workdir
+from kimi_jax.train import checkpoint_files, first_screen, workdir
 from kimi_jax.train.alarm import Alarm, Alarmed, stop_message
 from kimi_jax.train.batch import Share, share_of_rows
 from kimi_jax.train.checkpoint import Checkpointer
@@ -49,7 +51,7 @@ from kimi_jax.train.interrupt import Interrupt
 from kimi_jax.train.nonfinite import GuardedStep
 from kimi_jax.train.profile import Profiler
 from kimi_jax.train.program import lower_train_step, state_shape
-from kimi_jax.train.step import State, init_state, make_transform
+from kimi_jax.train.step import State, init_state, make_transform, start_state
 from kimi_jax.train.step_log import StepLog
 
 _TOKENIZE_SECONDS = 7 * 24 * 3600  # a corpus takes as long as it takes
@@ -97,13 +99,14 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
         "dealing out rows",
         lambda: share_of_rows(sharding.batch_sharding(mesh), cfg.train.batch_size),
     )
+    start = _start_source(cfg, folder)
     data, resumable = _prepare(cfg, folder, console)
     unigram = float(data.summary["unigram_bits_per_byte"])
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(Progress(console, unigram))
         checkpoints = stack.enter_context(Checkpointer(folder, cfg, data.identity))
         transform = make_transform(cfg)
-        state = _first_state(cfg, mesh, transform, checkpoints, progress)
+        state = _first_state(cfg, mesh, transform, checkpoints, progress, start)
         first = int(state.step)
         metrics = _open_metrics(stack, folder, first if resumable else None, monitor)
         profiler = stack.enter_context(Profiler(monitor, folder, progress.note))
@@ -215,8 +218,12 @@ def _first_state(
     transform: optax.GradientTransformation,
     checkpoints: Checkpointer,
     progress: Progress,
+    start: Source | None,
 ) -> State:
-    """A fresh state on the mesh, or the newest checkpoint's."""
+    """The newest checkpoint's state on the mesh, or a fresh one.
+
+    Fresh parameters are random, or those of `start`; the rest begins at zero.
+    """
     shapes = state_shape(cfg, mesh, transform)
     step = distributed.on_leader(
         "resume step", checkpoints.latest_step, timeout=_READ_SECONDS
@@ -224,13 +231,36 @@ def _first_state(
     if step is not None:
         progress.note(f"restoring the checkpoint of step {step} ...")
         return checkpoints.restore(shapes, progress.note, step=step)
+    where = jax.tree.map(lambda x: x.sharding, shapes)
+    if start is not None:
+        progress.note(f"reading parameters from {start.where} ...")
+        for line in differences(start, cfg.model):
+            progress.note(f"unlike those parameters were made for: {line}")
+        template = {"params": shapes.params, "balance": shapes.balance}
+        read = read_variables(start, cfg.model, template)
+        make = functools.partial(start_state, transform)
+        return jax.jit(make, donate_argnums=(0, 1), out_shardings=where)(
+            read["params"], read["balance"]
+        )
     progress.note("initialising parameters ...")
     init = jax.jit(
         lambda: init_state(cfg, transform),
-        out_shardings=jax.tree.map(lambda x: x.sharding, shapes),
+        out_shardings=where,
         compiler_options=_compile_fast(mesh),
     )
     return init()
+
+
+def _start_source(cfg: Config, folder: pathlib.Path) -> Source | None:
+    """What `train.init_from` names, checked before the long work begins.
+
+    A run that has saved goes on from there, and asks no more for where it began.
+    """
+    if not cfg.train.init_from or checkpoint_files.steps(folder):
+        return None
+    source = open_source(cfg.train.init_from)
+    check_fits(source, cfg.model)
+    return source
 
 
 def _compile_fast(mesh: jax.sharding.Mesh) -> dict[str, int] | None:

@@ -41,7 +41,13 @@ def make_transform(cfg: config.Config) -> optax.GradientTransformation:
 
 def init_state(cfg: config.Config, transform: optax.GradientTransformation) -> State:
     variables = transformer.init(cfg.model, jax.random.key(cfg.train.seed))
-    params, balance = variables["params"], variables.get("balance", {})
+    return start_state(transform, variables["params"], variables.get("balance", {}))
+
+
+def start_state(
+    transform: optax.GradientTransformation, params: Any, balance: Any
+) -> State:
+    """The state of step 0 with these parameters: a fresh optimizer, its clock at 0."""
     return State(jnp.zeros((), jnp.int32), params, balance, transform.init(params))
 
 

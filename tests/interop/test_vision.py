@@ -55,10 +55,10 @@ def test_the_numpy_definition_is_the_released_code(golden):
 @pytest.mark.slow
 def test_logits_are_those_of_the_released_code(golden):
     model, variables, expected = golden
-    tokens_BT, media = parity.shown(model, expected)
+    tokens_BT, _ = parity.shown(model, expected)
     here = np.flatnonzero(tokens_BT[0] == model.vision.placeholder)
     assert here.tolist() == [*range(3, 9), *range(16, 20)]
-    got = parity.logits(model, variables, tokens_BT, media)
+    got = parity.logits(model, variables, expected)
     found = parity.compare(got, expected["logits"])
     assert found.max_abs_err < 1e-4 and found.top1 == 1.0
 
