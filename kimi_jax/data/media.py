@@ -35,6 +35,7 @@ class Item(NamedTuple):
     """An image or clip: its size, and its pixels when they are wanted."""
 
     name: str  # for people, as the name of its file
+    stamp: str  # another one if the pixels may have changed
     height: int
     width: int
     frames: int
@@ -212,7 +213,7 @@ def make_store(
             raise UserError(f"{example.name}: {error}") from None
         items_D.append(example.items)
         fits_D.append(fits)
-        digest.update(f"{[item.name for item in example.items]} {grids}".encode())
+        digest.update(f"{[item[:2] for item in example.items]} {grids}".encode())
     if len(tokens) < 2:
         raise UserError(
             f"{title} has {len(tokens)} documents, at least 2 are needed: one to learn "

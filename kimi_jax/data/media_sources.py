@@ -106,14 +106,13 @@ def _item(folder: pathlib.Path, named: str | list[str]) -> media.Item:
             f"the frames of a clip differ in size: {files[0].name}, ...; bring them to "
             "one size"
         )
-    stamps = [os.stat(file) for file in files]
-    name = ", ".join(
-        f"{file} ({stamp.st_size} bytes, {stamp.st_mtime_ns})"
-        for file, stamp in zip(files, stamps, strict=True)
-    )
+    stats = [os.stat(file) for file in files]
+    stamp = " ".join(f"{stat.st_size}/{stat.st_mtime_ns}" for stat in stats)
+    name = named if isinstance(named, str) else ", ".join(named)
     height, width, _ = headers[0]
     frames = sum(header.frames for header in headers)
-    return media.Item(name, height, width, frames, functools.partial(_read, files))
+    read = functools.partial(_read, files)
+    return media.Item(name, stamp, height, width, frames, read)
 
 
 def _read(files: list[pathlib.Path]) -> np.ndarray:

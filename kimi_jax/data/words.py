@@ -33,7 +33,8 @@ def examples(count: str, seed: int) -> Iterator[Example]:
         )
     for i in range(int(count)):
         text = number(seed, i)
-        item = Item(text, HEIGHT, WIDTH, 1, functools.partial(draw, seed, i))
+        read = functools.partial(draw, seed, i)
+        item = Item(text, f"drawn {seed} {i}", HEIGHT, WIDTH, 1, read)
         yield Example(f"example {i}", f"{MARK}{text}", (item,))
 
 
