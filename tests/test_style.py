@@ -56,7 +56,7 @@ def ignored(name: str) -> bool:
 
 
 def is_text(file: Path) -> bool:
-    return file.suffix not in {".png", ".npz", ".safetensors"}
+    return file.suffix not in {".npz", ".png", ".safetensors"}
 
 
 def python_files() -> list[Path]:

@@ -94,8 +94,9 @@ def _plan(
     folder: pathlib.Path, release: hf_config.Release, others: pathlib.Path, dtype: str
 ) -> _Plan:
     arrays = native.Arrays(folder / files.STATE)
-    stored, sources, dtypes = set(arrays.names), {}, {}
-    problems = []
+    stored, problems = set(arrays.names), []
+    sources: dict[str, tuple[Entry, int]] = {}
+    dtypes: dict[str, np.dtype] = {}
     for entry in table(release):
         both = names.packed(entry) if names.can_pack(entry) else ()
         for found in both if both and both[0].name in stored else (entry,):
@@ -136,7 +137,8 @@ def _places(sizes: Mapping[str, int], others: pathlib.Path) -> dict[str, str]:
         places = json.loads((others / st.INDEX).read_bytes())["weight_map"]
         if set(places) == set(sizes):
             return places
-    numbers, room = {}, 0
+    numbers: dict[str, int] = {}
+    room = 0
     for name, size in sizes.items():
         if not numbers or size > room:
             number, room = len(set(numbers.values())) + 1, FILE_BYTES

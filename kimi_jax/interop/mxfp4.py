@@ -10,6 +10,8 @@ Source: OCP Microscaling Formats, version 1.0; the released checkpoints.
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -22,7 +24,7 @@ _PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=-1)
 _LARGEST_EXPONENT = 2  # of the largest code, 6 = 1.5 * 2^2
 
 
-def unpack(codes: np.ndarray, scales: np.ndarray, dtype: object) -> np.ndarray:
+def unpack(codes: np.ndarray, scales: np.ndarray, dtype: Any) -> np.ndarray:
     """Values [..., in] of codes uint8 [..., in / 2] and scales uint8 [..., in / 32].
 
     Raises:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kimi_jax import config
-from kimi_jax.interop.entries import Entry, linear, plain, stack
+from kimi_jax.interop.entries import Entry, Shape, linear, plain, stack
 
 PACKED = "packed"  # the collection of arrays that are kept in MXFP4
 GROUP = 32  # inputs that share a scale
@@ -104,15 +104,13 @@ def _kda(model: config.Model, name: str, published: str) -> Iterator[Entry]:
     for part, size in per_head.items():
         if cfg.conv_width is not None:
             W = cfg.conv_width
-            theirs, stored = f"{published}{part}_conv1d.weight", (H * size, 1, W)
-            ours = f"{name}{part}_conv"
-            yield plain(ours, theirs, (H, size, W), stored, precise=True)
+            theirs, ours = f"{published}{part}_conv1d.weight", f"{name}{part}_conv"
+            yield plain(ours, theirs, (H, size, W), (H * size, 1, W), precise=True)
     yield linear(f"{name}f_a", f"{published}f_a_proj.weight", R, D)
     yield linear(f"{name}f_b", f"{published}f_b_proj.weight", (H, cfg.key_dim), R)
-    shape = (H, cfg.key_dim)
-    stored = (H * cfg.key_dim,)
-    yield plain(f"{name}dt_bias", f"{published}dt_bias", shape, stored, precise=True)
-    stored = (-(-H // _A_LOG_MULTIPLE) * _A_LOG_MULTIPLE,)
+    shape, flat = (H, cfg.key_dim), (H * cfg.key_dim,)
+    yield plain(f"{name}dt_bias", f"{published}dt_bias", shape, flat, precise=True)
+    stored: Shape = (-(-H // _A_LOG_MULTIPLE) * _A_LOG_MULTIPLE,)
     if cfg.gate == "softplus":
         stored = (1, 1, H, 1)
     yield plain(f"{name}A_log", f"{published}A_log", (H,), stored, precise=True)

@@ -194,8 +194,10 @@ def _step(
     model: config.Model, kind: str, variables: transformer.Variables, stream: Stream
 ) -> Stream:
     if kind == "start":
-        return BlockStart(model).apply(variables, stream)
-    return Sublayer(model, kind).apply(variables, stream, None)
+        made: Any = BlockStart(model).apply(variables, stream)
+    else:
+        made = Sublayer(model, kind).apply(variables, stream, None)
+    return made
 
 
 def _log_softmax(x: np.ndarray) -> np.ndarray:

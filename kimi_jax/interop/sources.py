@@ -89,7 +89,7 @@ class _PublishedSource:
         self.where = str(published.folder)
         self.model = published.release.model
         self._entries = {entry.name: entry for entry in table(published.release)}
-        self.arrays = {
+        self.arrays: Mapping[str, jax.ShapeDtypeStruct] = {
             name: jax.ShapeDtypeStruct(entry.shape, self._dtype(entry))
             for name, entry in self._entries.items()
         }
@@ -125,7 +125,7 @@ class _NativeSource:
         for entry in names.text_entries(self.model) if _has_packed(stored) else ():
             if names.can_pack(entry) and names.packed(entry)[0].name in stored:
                 self._packed[entry.name] = entry
-        self.arrays = {
+        self.arrays: Mapping[str, jax.ShapeDtypeStruct] = {
             name: jax.ShapeDtypeStruct(*self._about(name))
             for name in [*self._native.names, *self._packed]
             if name.startswith(("params/", "balance/"))

@@ -15,7 +15,7 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -185,7 +185,8 @@ def _each(
     """(job, CRC-32, progress) of `todo`, which is some of `jobs`, as they finish."""
     total, started = sum(job.bytes for job in jobs), time.monotonic()
     skipped = done = total - sum(job.bytes for job in todo)
-    waiting, running = collections.deque(todo), {}
+    waiting = collections.deque(todo)
+    running: dict[Future[int], Job] = {}
     pool = ThreadPoolExecutor(workers)
     try:
         while waiting or running:
