@@ -137,7 +137,6 @@ def test_a_small_model_learns_to_read(tmp_path):
     after, misled = loss(held_out), loss(shuffled)
     # Knowing only how numbers are made is worth 1.9 nats a token.
     assert before > 5.0
-    print(before, after, misled)
     assert after < 1.7
     assert misled > after + 0.5
 
