@@ -7,6 +7,7 @@ parameter's shards at a time, and a tensor for each reading thread.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Iterator, Mapping
@@ -128,6 +129,7 @@ def differences(source: Source, model: config.Model) -> list[str]:
     return lines
 
 
+@functools.lru_cache(maxsize=2)  # tracing a deep model takes seconds
 def _shapes(model: config.Model) -> dict[str, Any]:
     return jax.eval_shape(lambda: transformer.init(model, jax.random.key(0)))
 

@@ -127,9 +127,7 @@ def test_bytes_that_did_not_arrive_are_written_again(tmp_path):
             file.write_bytes(b"\0" + file.read_bytes()[1:])
             damaged.append(file)
 
-    with pytest.raises(
-        InteropError, match=r"params\.embedding\.embed.*\n?.*run the same"
-    ):
+    with pytest.raises(InteropError, match=r"params\.embedding\.embed.*run the same"):
         to_native.to_native(source, target, workers=1, show=damage)
     assert damaged and not target.exists()
     to_native.to_native(source, target, workers=1)
@@ -152,6 +150,7 @@ from_native.from_native(sys.argv[2], sys.argv[3], workers=2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA")
+@pytest.mark.slow
 def test_memory_is_a_few_tensors_whatever_the_model(tmp_path):
     # 400 MB of tensors of at most 2 MB each, with room for 200 MB: threads' stacks and
     # arenas take most of that.
