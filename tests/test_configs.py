@@ -5,10 +5,12 @@ import math
 import pathlib
 import runpy
 
+import jax
 import pytest
 
 from experiments import bench
-from kimi_jax import accounting, config_io, layout, sharding
+from kimi_jax import accounting, canonical, config_io, layout, sharding
+from kimi_jax.modules import vision
 
 FILES = sorted(
     path
@@ -60,6 +62,18 @@ def test_k3_has_a_mesh_for_each_length(length):
 def test_k3_has_its_published_size():
     total, active = billions("k3")
     assert (round(total, 2), round(active, 2)) == (2779.48, 104.19)
+
+
+def test_k3_has_its_published_tower_beside_the_same_text_model():
+    config = load("k3", "vision=1")
+    assert dataclasses.replace(config.model, vision=None) == load("k3").model
+    assert not sharding.misfits(config, dataclasses.asdict(config.mesh))
+    shapes = jax.eval_shape(lambda: vision.init(config.model, jax.random.key(0)))
+    totals = dict.fromkeys(("vision tower", "vision projector"), 0)
+    for path, leaf in jax.tree_util.tree_leaves_with_path({"vision": shapes}):
+        totals[accounting.part_of(canonical.path_name(path))] += leaf.size
+    # 401.2 M and 46.1 M, as published.
+    assert list(totals.values()) == [401_214_464, 46_144_512]
 
 
 def test_kimi_linear_has_its_published_size():

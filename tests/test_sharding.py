@@ -14,6 +14,7 @@ from kimi_jax import canonical, config_io, sharding
 from kimi_jax.errors import UserError
 from kimi_jax.train.step import init_state, make_transform
 from tests import tiny
+from tests.modules import vision_cases
 
 
 def published(name: str, *overrides: str):
@@ -52,6 +53,7 @@ CONFIGS = {
     ),
     "k3": lambda: published("k3"),
     "k3-adamw": lambda: published("k3", "optimizer.kind=adamw"),
+    "vision": lambda: vision_cases.make(*MESH),
     "kimi-linear": lambda: published("kimi_linear_48b", *MESH, "mesh.expert=4"),
 }
 
@@ -67,7 +69,7 @@ def test_every_array_of_the_state_has_a_place_that_divides_it(name):
             assert 0 <= leaf.ndim - len(axes) <= 2 or leaf.ndim == 0, path
 
 
-@pytest.mark.parametrize("name", ["tiny", "adamw", "k3", "k3-adamw"])
+@pytest.mark.parametrize("name", ["tiny", "adamw", "vision", "k3", "k3-adamw"])
 def test_momenta_lie_with_their_parameters(name):
     _, shapes, shardings = state_of(CONFIGS[name]())
     where = named(shardings.params)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from kimi_jax import config, config_io
+from kimi_jax.interop import vision_config
 from kimi_jax.interop.entries import InteropError
 
 CONFIG = "config.json"
@@ -133,11 +134,6 @@ class Release(NamedTuple):
     packed: bool
     published: dict[str, Any]
 
-    @property
-    def vision(self) -> dict[str, Any] | None:
-        """The fields of the vision tower, if there is one."""
-        return self.published.get("vision_config")
-
 
 def read(folder: str | os.PathLike[str]) -> Release:
     """The release in `folder`, from its config.json.
@@ -172,7 +168,7 @@ def parse(published: Mapping[str, Any]) -> Release:
     if problems:
         raise InteropError("cannot be read:\n  " + "\n  ".join(problems))
     try:
-        model = config_io.model_from_dict(_values(text))
+        model = config_io.model_from_dict(_values(outer, text))
     except config_io.ConfigError as error:
         raise InteropError(f"describes no model of ours: {error}") from error
     return Release(
@@ -192,7 +188,8 @@ def _problems(outer: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str
     if "text_config" in outer:
         allowed = _OUTER | {"model_type", "tie_word_embeddings"} | _UNUSED
         yield from (f"{name}: unknown field" for name in sorted(set(outer) - allowed))
-        yield from _vision_problems(outer, text)
+        if outer.get("vision_config"):
+            yield from vision_config.problems(outer, text)
     yield from (f"{name}: unknown field" for name in sorted(set(text) - known))
     for name in [*_DIRECT, "hidden_act", "linear_attn_config"]:
         if name not in text and name not in _OPTIONAL:
@@ -270,23 +267,9 @@ def _quantisation_problems(quantisation: Mapping[str, Any]) -> Iterator[str]:
                 )
 
 
-def _vision_problems(
-    outer: Mapping[str, Any], text: Mapping[str, Any]
-) -> Iterator[str]:
-    vision = outer.get("vision_config")
-    if not vision:
-        return
-    width = vision.get("text_hidden_size", text.get("hidden_size"))
-    if width != text.get("hidden_size"):
-        yield (
-            f"vision_config.text_hidden_size={width}: must equal "
-            f"text_config.hidden_size={text.get('hidden_size')}"
-        )
-
-
-def _values(text: Mapping[str, Any]) -> dict[str, Any]:
+def _values(outer: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
     """Plain values of a `config.Model`."""
-    values = _choices(text)
+    values = _choices(text) | {"vision": vision_config.values(outer)}
     named = text.get("dtype") or text.get("torch_dtype")
     values["dtype"] = "float32" if named == "float32" else "bfloat16"
     for published, ours in _DIRECT.items():
@@ -375,7 +358,7 @@ def _balancing(method: str) -> dict[str, Any]:
 
 
 def publish(model: config.Model) -> dict[str, Any]:
-    """The config.json of a text model of ours, in the releases' fields.
+    """The config.json of a model of ours, in the releases' fields.
 
     Raises:
       InteropError: the published code cannot express the model; says what.
@@ -385,6 +368,13 @@ def publish(model: config.Model) -> dict[str, Any]:
         raise InteropError(
             "the published code cannot express this model:\n  " + "\n  ".join(problems)
         )
+    text = _publish_text(model)
+    if model.vision is None:
+        return text
+    return vision_config.publish(model.vision, text)
+
+
+def _publish_text(model: config.Model) -> dict[str, Any]:
     text: dict[str, Any] = {
         "model_type": "kimi_linear",
         "architectures": ["KimiLinearForCausalLM"],
@@ -450,4 +440,7 @@ def _unpublishable(model: config.Model) -> Iterator[str]:
             model.residual.kind == "block_attention" and size != int(size)
         ),
     }
+    vision = model.vision
+    if vision is not None and vision.rope_base != vision_config.ROPE_BASE:
+        wrong[f"vision.rope_base is not {vision_config.ROPE_BASE}"] = True
     yield from (f"config.model.{what}" for what, found in wrong.items() if found)

@@ -40,6 +40,7 @@ _FREE = {
     "moe.implementation",
     "moe.dispatch",
     "moe.capacity_factor",
+    "vision.block_size",
 }
 _FREE_SECTIONS = ("gqa.", "moe.balancing.", "residual.")
 
@@ -59,8 +60,6 @@ def load_model(
       dtype: of all parameters; None: as they are stored, packed experts in bfloat16.
       verify: compare the files of a native checkpoint with their sums first. Published
         folders carry none.
-
-    A vision tower is in params["vision"], whole on every device.
 
     Raises:
       InteropError, CheckpointError: there is no checkpoint, or it is damaged, or not
@@ -88,19 +87,6 @@ def template_for(source: Source, mesh: Mesh | None, dtype: str | None) -> Any:
     for collection, tree in shapes.items():
         firsts = _first_names(source.model, collection, tree)
         template[collection] = jax.tree_util.tree_map_with_path(place, tree, firsts)
-    vision = {
-        name.removeprefix(_VISION): jax.ShapeDtypeStruct(
-            leaf.shape,
-            leaf.dtype if dtype is None else np.dtype(dtype),
-            sharding=SingleDeviceSharding(jax.devices()[0])
-            if mesh is None
-            else shardings.replicated(mesh),
-        )
-        for name, leaf in source.arrays.items()
-        if name.startswith(_VISION)
-    }
-    if vision:
-        template["params"]["vision"] = traverse_util.unflatten_dict(vision, sep="/")
     return template
 
 
@@ -115,7 +101,7 @@ def read_variables(source: Source, model: config.Model, template: Any) -> Any:
       InteropError: the source holds other arrays than the model has.
     """
     check_fits(source, model)
-    places = _places(model)
+    places = canonical.places_of(model)
     with ThreadPoolExecutor(_READERS) as pool:
 
         def read(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -148,13 +134,6 @@ def _shapes(model: config.Model) -> dict[str, Any]:
     return jax.eval_shape(lambda: transformer.init(model, jax.random.key(0)))
 
 
-def _places(model: config.Model) -> dict[str, list[layout.Place]]:
-    found: dict[str, list[layout.Place]] = {}
-    for place in layout.places(layout.plan(model)):
-        found.setdefault(place.path, []).append(place)
-    return found
-
-
 def _cells(
     name: str, places: Mapping[str, list[layout.Place]]
 ) -> list[tuple[str, tuple[int, ...]]]:
@@ -167,7 +146,7 @@ def _cells(
 
 def _first_names(model: config.Model, collection: str, tree: Any) -> Any:
     """For each leaf the canonical name of the first array that it stacks."""
-    places = _places(model)
+    places = canonical.places_of(model)
     return jax.tree_util.tree_map_with_path(
         lambda path, _: _cells(f"{collection}/{canonical.path_name(path)}", places)[0][
             0
@@ -177,17 +156,23 @@ def _first_names(model: config.Model, collection: str, tree: Any) -> Any:
 
 
 def check_fits(source: Source, model: config.Model) -> None:
-    """That the arrays of the source are those of the model; a vision tower may be more.
+    """That the arrays of the source are those of the model.
+
+    A text model may leave out the vision tower of the source.
 
     Raises:
       InteropError: names that are missing or left over, or shapes that differ.
     """
-    places = _places(model)
+    places = canonical.places_of(model)
     wanted: dict[str, Shape] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(model)):
         for name, at in _cells(canonical.path_name(path), places):
             wanted[name] = tuple(leaf.shape[len(at) :])
-    stored = {n: x.shape for n, x in source.arrays.items() if not n.startswith(_VISION)}
+    stored = {
+        name: x.shape
+        for name, x in source.arrays.items()
+        if model.vision is not None or not name.startswith(_VISION)
+    }
     lines = [
         f"{name}: {stored.get(name, 'absent')} in the checkpoint, "
         f"{wanted.get(name, 'absent')} in the model"

@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
 from kimi_jax import canonical, config, layout
+from kimi_jax.data.media import expand
 from kimi_jax.interop.entries import InteropError
-from kimi_jax.modules import transformer
+from kimi_jax.modules import transformer, vision
 from kimi_jax.modules.sublayer import BlockStart, Stream, Sublayer, start_stream
 
 
@@ -66,7 +68,8 @@ def compare(ours: np.ndarray, expected: np.ndarray) -> Parity:
 
 def read_expected(file: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """The arrays of an `expected.npz`: input_ids [B, T], logits [B, T, W], and for text
-    models hidden_i [B, T, D], the running residual after layer i.
+    models hidden_i [B, T, D], the running residual after layer i. Files with images
+    have pixel_values and grid_thws too, and a placeholder for each image.
 
     Raises:
       InteropError: no such file, or it lacks one of the first two.
@@ -82,6 +85,31 @@ def read_expected(file: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     return arrays
 
 
+def shown(
+    model: config.Model, expected: Mapping[str, np.ndarray]
+) -> tuple[np.ndarray, vision.Media | None]:
+    """The tokens [B, T] of a file, its placeholders expanded, and what they show.
+
+    Raises:
+      InteropError: the file has images and the model no tower, or placeholders and
+        images do not match.
+    """
+    tokens_BT = expected["input_ids"]
+    if "pixel_values" not in expected:
+        return tokens_BT, None
+    if model.vision is None or len(tokens_BT) != 1:
+        raise InteropError(
+            "the expected values are of one row with images, which takes a checkpoint "
+            f"with a vision_config; there are {len(tokens_BT)} rows"
+        )
+    pixels, grids_I3 = expected["pixel_values"], expected["grid_thws"]
+    placeholder, merge = model.vision.placeholder, model.vision.merge
+    tokens_T = expand(tokens_BT[0], grids_I3, placeholder, merge)
+    patches_BPC = jnp.asarray(pixels.reshape(1, len(pixels), -1), jnp.float32)
+    media = vision.Media(patches_BPC, jnp.asarray(grids_I3, jnp.int32)[None])
+    return tokens_T[None], media
+
+
 def logits(
     model: config.Model,
     variables: transformer.Variables,
@@ -93,19 +121,19 @@ def logits(
       expected: from `read_expected`; its inputs are used.
 
     Raises:
-      InteropError: the inputs have images, and there is no tower to see them.
+      InteropError: see `shown`.
     """
-    if "pixel_values" in expected:
-        raise InteropError(
-            "the expected values are of images; text models alone can be compared"
-        )
+    tokens_BT, media = shown(model, expected)
 
     @jax.jit
     def forward(variables: transformer.Variables, tokens_BT: jax.Array) -> jax.Array:
-        out = transformer.apply(model, variables, tokens_BT)
+        features_BMD = None
+        if media is not None:
+            features_BMD = vision.features(model, variables, media)
+        out = transformer.apply(model, variables, tokens_BT, features_BMD=features_BMD)
         return transformer.logits(out.h_BTD, out.unembed_DW)
 
-    return np.asarray(forward(variables, expected["input_ids"]))
+    return np.asarray(forward(variables, tokens_BT))
 
 
 def hidden_states(

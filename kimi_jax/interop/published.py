@@ -64,9 +64,10 @@ def open_published(folder: str | os.PathLike[str]) -> Published:
 
 def table(release: hf_config.Release) -> list[Entry]:
     """Every array of a release, unpacked."""
-    entries = names.text_entries(release.model, release.prefix)
-    if release.vision is not None:
-        entries += vision_names.vision_entries(release.vision)
+    model = release.model
+    entries = names.text_entries(model, release.prefix)
+    if model.vision is not None:
+        entries += vision_names.vision_entries(model.vision, model.width)
     return entries
 
 

@@ -1,48 +1,52 @@
-"""The entries of a vision tower and its projector.
-
-Both are carried as they are published, under `params/vision/` and their own name.
-"""
+"""The entries of a vision tower and its projector."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
 
-from kimi_jax.interop.entries import Entry, plain
+from kimi_jax import config
+from kimi_jax.interop.entries import Entry, linear, plain
+
+_OURS = "params/vision"
 
 
-def vision_entries(vision: Mapping[str, Any]) -> list[Entry]:
-    """Every array of the tower and the projector.
+def vision_entries(vision: config.Vision, width: int) -> list[Entry]:
+    """Every array of the tower and the projector, in the order of the forward pass.
 
     Args:
-      vision: the vision_config of a published config.json.
+      width: of the text model.
     """
-    D, F = vision["vt_hidden_size"], vision["vt_intermediate_size"]
-    P, Q = vision["patch_size"], vision["qkv_hidden_size"]
-    rows, columns = vision["merge_kernel_size"]
-    merged, out = rows * columns * vision["mm_hidden_size"], vision["text_hidden_size"]
-    grid = (vision["init_pos_emb_height"], vision["init_pos_emb_width"], D)
-    shapes = {
-        "vision_tower.patch_embed.proj": (D, 3, P, P),
-        "vision_tower.patch_embed.pos_emb": grid,
-    }
-    for i in range(vision["vt_num_hidden_layers"]):
-        block = f"vision_tower.encoder.blocks.{i}."
-        shapes |= {
-            f"{block}norm0": (D,),
-            f"{block}wqkv": (3 * Q, D),
-            f"{block}wo": (D, Q),
-            f"{block}norm1": (D,),
-            f"{block}mlp.fc0": (F, D),
-            f"{block}mlp.fc1": (D, F),
-        }
-    shapes |= {
-        "vision_tower.encoder.final_layernorm": (D,),
-        "mm_projector.proj.0": (merged, merged),
-        "mm_projector.proj.2": (out, merged),
-        "mm_projector.post_norm": (out,),
-    }
+    D, p = vision.width, vision.patch_size
+    grid = (vision.position_rows, vision.position_columns, D)
+    embed, ours = "vision_tower.patch_embed", f"{_OURS}/embedding"
+    # A convolution of patches, which is a Linear of their values.
+    patch = linear(f"{ours}/patch", f"{embed}.proj.weight", (D,), (3 * p * p,))
+    entries = [
+        dataclasses.replace(patch, stored=(D, 3, p, p)),
+        plain(f"{ours}/position", f"{embed}.pos_emb.weight", grid),
+    ]
+    for i in range(vision.num_layers):
+        entries += _layer(vision, i)
+    final = "vision_tower.encoder.final_layernorm.weight"
+    size, ours = vision.merge**2 * D, f"{_OURS}/projector"
     return [
-        plain(f"params/vision/{name.replace('.', '/')}", f"{name}.weight", shape)
-        for name, shape in shapes.items()
+        *entries,
+        plain(f"{_OURS}/merge/norm", final, (D,)),
+        linear(f"{ours}/project_in", "mm_projector.proj.0.weight", (size,), (size,)),
+        linear(f"{ours}/project_out", "mm_projector.proj.2.weight", (width,), (size,)),
+        plain(f"{ours}/norm", "mm_projector.post_norm.weight", (width,)),
+    ]
+
+
+def _layer(vision: config.Vision, i: int) -> list[Entry]:
+    name, theirs = f"{_OURS}/layer_{i:03d}", f"vision_tower.encoder.blocks.{i}"
+    D, F = (vision.width,), (vision.mlp_width,)
+    heads = (vision.num_heads, vision.head_dim)
+    return [
+        plain(f"{name}/attention_norm", f"{theirs}.norm0.weight", D),
+        linear(f"{name}/qkv", f"{theirs}.wqkv.weight", (3, *heads), D),
+        linear(f"{name}/out", f"{theirs}.wo.weight", D, heads),
+        plain(f"{name}/mlp_norm", f"{theirs}.norm1.weight", D),
+        linear(f"{name}/up", f"{theirs}.mlp.fc0.weight", F, D),
+        linear(f"{name}/down", f"{theirs}.mlp.fc1.weight", D, F),
     ]

@@ -24,7 +24,7 @@ from flax import linen as nn
 
 from kimi_jax import layout, sharding
 from kimi_jax.config import Model
-from kimi_jax.modules import attend, parameters
+from kimi_jax.modules import attend, parameters, vision
 from kimi_jax.modules.sublayer import (
     BlockStart,
     ReadResidual,
@@ -33,6 +33,7 @@ from kimi_jax.modules.sublayer import (
     start_stream,
 )
 from kimi_jax.ops.norms import rms_norm
+from kimi_jax.ops.vision import put_features
 
 Variables = dict[str, Any]
 
@@ -94,6 +95,9 @@ def init(model: Model, key: jax.Array) -> Variables:
     last, before = (jax.random.fold_in(key, 2**32 - i) for i in (1, 2))
     _store(variables, "embedding", _init(Embedding(model), last, tokens_BT))
     _store(variables, "output", _init(Output(model), before, stream, None))
+    if model.vision is not None:
+        own = vision.init(model, jax.random.fold_in(key, 2**32 - 3))
+        variables["params"]["vision"] = own
     groups: dict[str, list[layout.Place]] = {}
     for place in layout.places(layout.plan(model)):
         groups.setdefault(place.kind, []).append(place)
@@ -115,6 +119,7 @@ def apply(
     tokens_BT: jax.Array,
     segment_ids_BT: jax.Array | None = None,
     *,
+    features_BMD: jax.Array | None = None,
     remat: str = "none",
     observe: bool = False,
     max_logits: bool = False,
@@ -126,6 +131,8 @@ def apply(
       tokens_BT: int ids.
       segment_ids_BT: int32, 0 = padding, positive = document; None: no padding, one
         document a row.
+      features_BMD: from `vision.features`; the k-th placeholder token of a row stands
+        for feature k. None: placeholders are tokens like others.
       remat: see the top of this file.
       observe: layers report the statistics of `kimi_jax.modules.statistics`; without,
         `stats` is empty and they cost nothing.
@@ -136,6 +143,9 @@ def apply(
     asked = {"stats": observe, attend.MAX_LOGITS: observe and max_logits}
     collections = tuple(name for name, wanted in asked.items() if wanted)
     x_BTD, _ = _call(Embedding(model), _sub(variables, "embedding"), tokens_BT)
+    if features_BMD is not None:
+        here_BT = vision.placeholders(model, tokens_BT)
+        x_BTD = put_features(x_BTD, here_BT, features_BMD)
     x_BTD = sharding.constrain(x_BTD, "rows", "time", None)
     stream = start_stream(model, layout.num_blocks(model), x_BTD)
     for s, stage in enumerate(layout.plan(model)):

@@ -24,10 +24,10 @@ class Leaf:
         return Leaf(self.shape[len(at) :])
 
 
-@pytest.mark.parametrize("name", goldens.TEXT)
+@pytest.mark.parametrize("name", goldens.ALL)
 def test_the_table_names_every_array_of_the_model_once(name):
     release = hf_config.read(goldens.FOLDER / name)
-    entries = names.text_entries(release.model, release.prefix)
+    entries = table(release)
     shapes = jax.eval_shape(lambda: transformer.init(release.model, jax.random.key(0)))
     leaves = jax.tree.map(lambda x: Leaf(tuple(x.shape)), shapes)
     flat = canonical.flatten(release.model, leaves)

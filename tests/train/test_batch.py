@@ -35,7 +35,10 @@ def test_one_process_reads_everything_and_every_device_has_its_part(rows):
         name: np.arange(96, dtype=np.int32).reshape(8, 12) + n
         for n, name in enumerate(names)
     }
-    for leaf, x_BT in zip(batch.on_mesh(host, rows), host.values(), strict=True):
+    made = batch.by_name(batch.on_mesh(host, rows))
+    assert list(made) == list(host)
+    for name, x_BT in host.items():
+        leaf = made[name]
         assert leaf.sharding == rows and leaf.dtype == x_BT.dtype
         np.testing.assert_array_equal(leaf, x_BT)
         for shard in leaf.addressable_shards:
