@@ -90,15 +90,14 @@ def init_cache(
         mesh=mesh,
     )
     where = None if mesh is None else jax.tree.map(lambda x: x.sharding, shapes)
-    zeros = jax.jit(
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-        out_shardings=where,
-    )
-    cache = zeros()
-    if num_pages is not None:
-        return cache
-    table_BM = fixed_table(*cache.table_BM.shape, *shards(mesh))
-    return cache._replace(table_BM=jax.device_put(table_BM, cache.table_BM.sharding))
+
+    def make() -> Cache:
+        cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        if num_pages is not None:
+            return cache
+        return cache._replace(table_BM=_fixed_table(*shapes.table_BM.shape, mesh))
+
+    return jax.jit(make, out_shardings=where)()
 
 
 def cache_shape(
@@ -147,11 +146,19 @@ def shards(mesh: Mesh | None) -> tuple[int, int]:
     return sharding.row_shards(mesh), mesh.shape["context"]
 
 
-def fixed_table(batch: int, columns: int, rows: int, ranks: int) -> np.ndarray:
-    """The table of a pool in which every row owns `columns` pages."""
-    own_L = np.arange(columns, dtype=np.int32) // ranks
-    row_B = np.arange(batch, dtype=np.int32) % (batch // rows)
-    return row_B[:, None] * (columns // ranks) + own_L
+def constrain(cache: Cache) -> Cache:
+    """`cache`, laid out as `init_cache` lays it out on the mesh that is set."""
+
+    def place(path: Any, x: jax.Array) -> jax.Array:
+        axes = AXES[path[-1].key]
+        return sharding.constrain(x, *(None,) * (x.ndim - len(axes)), *axes)
+
+    states, pages = (
+        jax.tree_util.tree_map_with_path(place, tree)
+        for tree in (cache.states, cache.pages)
+    )
+    table_BM = sharding.constrain(cache.table_BM, "rows", None)
+    return Cache(states, pages, table_BM, sharding.constrain(cache.length_B, "rows"))
 
 
 def cache_bytes(cache: Cache) -> dict[str, int]:
@@ -162,6 +169,14 @@ def cache_bytes(cache: Cache) -> dict[str, int]:
         parts["conv tails" if tail else "states"] += _bytes(leaf)
     parts["pages"] = sum(map(_bytes, jax.tree.leaves(cache.pages)))
     return parts
+
+
+def _fixed_table(batch: int, columns: int, mesh: Mesh | None) -> np.ndarray:
+    """The table of a pool in which every row owns `columns` pages."""
+    rows, ranks = shards(mesh)
+    own_L = np.arange(columns, dtype=np.int32) // ranks
+    row_B = np.arange(batch, dtype=np.int32) % (batch // rows)
+    return row_B[:, None] * (columns // ranks) + own_L
 
 
 def _bytes(x: Any) -> int:
