@@ -127,8 +127,14 @@ def decode(
             drawn = drawn._replace(routes_KBLA=kept)
         return k + 1, cache, token_B, left_B, recent_BL, drawn
 
-    start = (jnp.zeros((), jnp.int32), cache, ask.forced_BK[:, 0])
-    start += (jnp.asarray(ask.wanted_B), jnp.asarray(ask.recent_BL), drawn)
+    start = (
+        jnp.zeros((), jnp.int32),
+        cache,
+        ask.forced_BK[:, 0],
+        jnp.asarray(ask.wanted_B),
+        jnp.asarray(ask.recent_BL),
+        drawn,
+    )
     _, cache, *_, drawn = jax.lax.while_loop(more, step, start)
     drawn = drawn._replace(length_B=cache.length_B)
     whole = jax.tree.map(lambda x: sharding.constrain(x, *(None,) * x.ndim), drawn)

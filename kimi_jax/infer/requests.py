@@ -23,7 +23,7 @@ class Ask:
     """
 
     max_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
     stop: tuple[tuple[int, ...], ...] = ()  # sequences of tokens, kept in the result
     seed: int = 0
 
@@ -53,7 +53,7 @@ class Request:
 class Piece(NamedTuple):
     """Tokens that were just drawn."""
 
-    index: int  # of the request, or of the sequence, in the list that was given
+    number: int  # of the request, or of the sequence, in the list that was given
     tokens: list[int]
     logprobs: list[float]  # of the model itself, see `sampling.draw`
     finished: str | None  # "stop", "length", or None: more to come

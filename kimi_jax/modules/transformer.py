@@ -248,9 +248,9 @@ class _Depth(NamedTuple):
 
                 if self.remat in ("unit", "nested"):
                     unit = jax.checkpoint(unit, prevent_cse=False)
-                own = (_sub(variables, name), self._count(run.repeats))
+                inputs = (_sub(variables, name), self._count(run.repeats))
                 carry = (stream.partial_BTD, stream.has_partial, _sub(memory, name))
-                carry, stats[name] = jax.lax.scan(unit, carry, own)
+                carry, stats[name] = jax.lax.scan(unit, carry, inputs)
                 stream = stream._replace(partial_BTD=carry[0], has_partial=carry[1])
                 memory = _put(memory, name, carry[2])
         return (stream, memory), stats
