@@ -24,7 +24,9 @@ import numpy as np
 from kimi_jax.config import Config
 from kimi_jax.data import mixture, statistics
 from kimi_jax.data.build_store import Progress, prepare_store
-from kimi_jax.data.documents import Documents, TokenStore, hold_out
+from kimi_jax.data.documents import Documents, Split, TokenStore, hold_out
+from kimi_jax.data.media import NO_ROOM, MediaStore, Room
+from kimi_jax.data.media_sources import is_media, load_store, room_of
 from kimi_jax.data.parts import make_cells, make_pools
 from kimi_jax.data.permutation import permute
 from kimi_jax.data.store import check_vocabulary
@@ -116,7 +118,7 @@ class TrainBatches:
         index_B = step * self.batch_size + np.arange(mine.start, mine.stop)
         part_B, count_B = self.schedule.rows(index_B, self.seed)
         first = self.parts[0]
-        batch = padding_batch(len(index_B), first.length, first.pad)
+        batch = padding_batch(len(index_B), first.length, first.pad, first.room)
         for part in np.unique(part_B).tolist():
             row_B = np.flatnonzero(part_B == part)
             self.parts[part].write(batch, row_B, self._windows(part, count_B[row_B]))
@@ -151,6 +153,7 @@ class EvalBatches:
     length: int
     max_batches: int
     pad: int
+    room: Room = NO_ROOM
 
     def __post_init__(self) -> None:
         _check_sizes(self.batch_size, self.length, self.max_batches)
@@ -158,8 +161,8 @@ class EvalBatches:
     @functools.cached_property
     def pool(self) -> Pool:
         """All windows of the held-out text."""
-        packed = tuple(pack(source, self.length, "split") for source in self.sources)
-        return Pool(packed, self.length, self.pad)
+        packed = (pack(s, self.length, "split", self.room) for s in self.sources)
+        return Pool(tuple(packed), self.length, self.pad, self.room)
 
     @functools.cached_property
     def windows(self) -> np.ndarray:
@@ -170,7 +173,13 @@ class EvalBatches:
 
     def at(self, length: int, batch_size: int) -> EvalBatches:
         """The same text in windows of another length, such as a multiple of this."""
-        return dataclasses.replace(self, length=length, batch_size=batch_size)
+        room = self.room._replace(
+            patches=self.room.patches * length // self.length,
+            items=self.room.items * length // self.length,
+        )
+        return dataclasses.replace(
+            self, length=length, batch_size=batch_size, room=room
+        )
 
     def __len__(self) -> int:
         return -(-len(self.windows) // self.batch_size)
@@ -220,8 +229,10 @@ def load_data(
     """
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     check_vocabulary(tokenizer, cfg.model.vocab_size)
-    stores = [
-        prepare_store(
+    stores: list[TokenStore] = [
+        load_store(source, tokenizer, cfg)
+        if is_media(source)
+        else prepare_store(
             source,
             tokenizer,
             folder / f"{number:02}",
@@ -255,13 +266,14 @@ def make_data(stores: Sequence[TokenStore], tokenizer: Tokenizer, cfg: Config) -
             f"config.data.mixture has {len(data.mixture[0]) - 1} weights in a row for "
             f"{len(stores)} sources; write (fraction, one weight for each source)"
         )
-    splits = [hold_out(store, data.validation_fraction, data.seed) for store in stores]
+    splits = [_hold_out(store, cfg) for store in stores]
     names = [store.title for store in stores]
-    cells = make_cells([s.train for s in splits], names, data, train.seq_len)
+    room = room_of(cfg)
+    cells = make_cells([s.train for s in splits], names, data, train.seq_len, room)
     phases = mixture.combine(data.mixture, data.strata_mixture)
     run_rows = train.steps * train.batch_size
     schedule = mixture.make_schedule(phases, run_rows)
-    pools = make_pools(cells, phases, train.seq_len, tokenizer.pad)
+    pools = make_pools(cells, phases, train.seq_len, tokenizer.pad, room)
     batches = TrainBatches(pools, schedule, train.batch_size, data.seed)
     validation = EvalBatches(
         tuple(split.validation for split in splits),
@@ -269,6 +281,7 @@ def make_data(stores: Sequence[TokenStore], tokenizer: Tokenizer, cfg: Config) -
         train.seq_len,
         train.eval_batches,
         tokenizer.pad,
+        room,
     )
     train_N, validation_N = (
         sum(int(side.sizes_D.sum()) for side in sides)
@@ -289,6 +302,13 @@ def make_data(stores: Sequence[TokenStore], tokenizer: Tokenizer, cfg: Config) -
     return Data(batches, validation, tokenizer, identity, summary, figures)
 
 
+def _hold_out(store: TokenStore, cfg: Config) -> Split:
+    split = hold_out(store, cfg.data.validation_fraction, cfg.data.seed)
+    if not isinstance(store, MediaStore):
+        return split
+    return Split(*(side._replace(media=store) for side in split))
+
+
 def unigram_entropy(source: EvalBatches, bytes_W: np.ndarray) -> float:
     """Entropy of the token frequencies, in bits a byte; specials do not count.
 
@@ -303,9 +323,11 @@ def unigram_entropy(source: EvalBatches, bytes_W: np.ndarray) -> float:
     """
     most = max(1, UNIGRAM_TOKENS // (64 * source.length))
     text = dataclasses.replace(source, batch_size=64, max_batches=most)
+    pool = dataclasses.replace(text.pool, room=NO_ROOM)  # decodes no image
     counts_W = np.zeros(len(bytes_W), np.int64)
-    for step in range(len(text)):
-        batch = text[step]
+    for first in range(0, len(text.windows), 64):
+        index_B = text.windows[first : first + 64]
+        batch = pool.read(index_B, len(index_B))
         targets_N = batch["targets"][batch["weights"] > 0]
         counts_W += np.bincount(targets_N, minlength=len(bytes_W))
     counts_W[bytes_W == 0] = 0
