@@ -121,7 +121,7 @@ class Generator(Slots):
 
     def _admit(self, queue: list[tuple[int, Request]], jobs: list[_Job]) -> None:
         """Start requests, first come first served, while slots and pages are left."""
-        while queue and self.free_slots():
+        while queue and (self.free_slots() or not jobs):
             index, request = queue[-1]
             room = request.ask.max_tokens
             total = len(request.prompt) + room

@@ -113,10 +113,10 @@ def test_a_conversation_is_never_read_again(generator, whole):
         for piece in generator.extend(asks):
             drawn[piece.number] += piece.logprobs
         for i, branch in enumerate(branches):
-            generator.append(branch, models.tokens(turn, 1 + 9 * i))
+            generator.append(branch, models.tokens(turn, 1 + 5 * i))
     assert len({tuple(b.tokens[22:26]) for b in branches}) == 3
     for i, branch in enumerate(branches):
-        tool = 1 + 9 * i
+        tool = 1 + 5 * i
         logits = whole(branch.tokens)
         for turn, end in enumerate((26, 30 + tool)):
             want, _ = logprobs_of(logits[:end], branch.tokens[:end], 4)
