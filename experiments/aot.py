@@ -35,14 +35,22 @@ def main(overrides: list[str]) -> int:
         f"{config.name} on {sharding.describe(mesh)}: {mesh.size:,} x {device}; "
         "compiling ..."
     )
+    made: plan.Plan | infer_plan.Plan
+    advice: list[str] = []
     if flags.FLAGS.program == "train":
         made = plan.make_plan(config, mesh)
         tables, values = plan.rows(config, made), plan.to_json(made)
         advice = plan.advice(config, made)
     else:
-        sizes = {key: flags.FLAGS[key].value for key in ("slots", "length", "chunk")}
-        made = infer_plan.make_plan(config, mesh, flags.FLAGS.program, **sizes)
-        tables, values, advice = infer_plan.rows(made), infer_plan.to_json(made), []
+        made = infer_plan.make_plan(
+            config,
+            mesh,
+            flags.FLAGS.program,
+            slots=flags.FLAGS.slots,
+            length=flags.FLAGS.length,
+            chunk=flags.FLAGS.chunk,
+        )
+        tables, values = infer_plan.rows(made), infer_plan.to_json(made)
     print_first_screen(console, tables)
     for line in advice:
         console.print(f"to make it fit: {line}")
