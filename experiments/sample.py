@@ -2,6 +2,7 @@ r"""Text from a model: python -m experiments.sample --checkpoint=DIR --prompt=".
 
     --checkpoint=runs/quickstart --prompt=KING --temperature=0.8 --max_tokens=200
     --checkpoint=HF_DIR --chat="What is a delta rule?"
+    --checkpoint=DIR --prompt="<image> says" --image=word.png
     --checkpoint=DIR --file=prompts.jsonl --out=answers.jsonl
 
 The checkpoint is a workdir, one of its folders checkpoints/STEP, or a published folder,
@@ -26,6 +27,7 @@ from kimi_jax import config_io, sharding
 from kimi_jax.data.tokenizer import Tokenizer
 from kimi_jax.data.tokenizer_files import load_tokenizer
 from kimi_jax.errors import UserError
+from kimi_jax.infer import images
 from kimi_jax.infer.batch_file import Answers, read_prompts
 from kimi_jax.infer.chat import Chat, load_chat
 from kimi_jax.infer.generator import Generator
@@ -82,15 +84,19 @@ def main(overrides: list[str]) -> None:
     values, console = flags.FLAGS, Console(stderr=True)
     setup = _set_up()
     requests = [setup.request(line) for line in setup.prompts]
-    length = max(len(r.prompt) + r.ask.max_tokens for r in requests)
-    slots = min(values.slots, len(requests))
     mesh = _mesh(overrides)
-    if mesh is not None:
-        rows = sharding.row_shards(mesh)
-        slots = -(-slots // rows) * rows
     model, variables = load_model(values.checkpoint, mesh)
     if values.dtype:
         model = dataclasses.replace(model, dtype=values.dtype)
+    if values.image:
+        features_MD, grids_I3 = images.look(model, variables, values.image)
+        tokens = images.encode(model, values.prompt, grids_I3, setup.tokenizer)
+        requests = [Request(tuple(tokens), requests[0].ask, features_MD)]
+    length = max(len(r.prompt) + r.ask.max_tokens for r in requests)
+    slots = min(values.slots, len(requests))
+    if mesh is not None:
+        rows = sharding.row_shards(mesh)
+        slots = -(-slots // rows) * rows
     allowed = np.arange(model.vocab_size) < setup.tokenizer.vocab_size
     generator = Generator(
         model,
@@ -116,6 +122,8 @@ def _set_up() -> _Setup:
         raise UserError("give one of --prompt, --chat and --file")
     if values.file and not values.out:
         raise UserError("--file needs --out, the file that the answers go to")
+    if values.image and values.prompt is None:
+        raise UserError("--image goes with --prompt, which marks each with <image>")
     path, chat = pathlib.Path(values.checkpoint), Chat(None, {}, {}, ())
     if is_published(path):
         name, chat = str(path), load_chat(path)
@@ -208,6 +216,7 @@ def _file(
 if __name__ == "__main__":
     flags.DEFINE_string("checkpoint", None, "workdir, checkpoint or published folder")
     flags.DEFINE_string("prompt", None, "text to be continued")
+    flags.DEFINE_multi_string("image", [], "file for an <image> of the prompt")
     flags.DEFINE_string("chat", None, "a message, put into the model's chat template")
     flags.DEFINE_string("file", None, "prompts, a line of JSON each")
     flags.DEFINE_string("out", None, "file for the answers to --file")

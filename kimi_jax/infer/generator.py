@@ -91,6 +91,7 @@ class Generator(Slots):
         for index, request in enumerate(requests):
             try:
                 self._check_ask(request.prompt, request.ask)
+                self.check_features(request.prompt, request.features_MD)
             except UserError as error:
                 raise UserError(f"request {index}: {error}") from error
         queue = list(enumerate(requests))[::-1]
@@ -127,17 +128,22 @@ class Generator(Slots):
             total = len(request.prompt) + room
             if jobs and not any(self.pager.room(s, total) for s in self.free_slots()):
                 return  # pages come back when a job finishes
-            sequence = self.open(request.prompt, room=room)
+            sequence = self.open(
+                request.prompt, room=room, features_MD=request.features_MD
+            )
             jobs.append(_Job(index, sequence, request.ask))
             queue.pop()
 
     def _advance(self, jobs: Sequence[_Job]) -> list[tuple[_Job, Piece]]:
         """Read a chunk of those that have many tokens pending; decode the others."""
-        long = [job.sequence for job in jobs if len(job.sequence.pending) > self._steps]
+        long = [job.sequence for job in jobs if self._is_long(job.sequence)]
         if long:
             self.read_chunk(long)
-        ready = [job for job in jobs if len(job.sequence.pending) <= self._steps]
+        ready = [job for job in jobs if not self._is_long(job.sequence)]
         return self._decode(ready) if ready else []
+
+    def _is_long(self, sequence: Live) -> bool:
+        return len(sequence.pending) > self._steps or sequence.unseen > 0
 
     def _decode(self, jobs: Sequence[_Job]) -> list[tuple[_Job, Piece]]:
         with self.on_mesh():

@@ -49,6 +49,7 @@ def read(
     row_S: jax.Array,
     tokens_ST: jax.Array,
     count_S: jax.Array,
+    features_SMD: jax.Array | None = None,
     *,
     routes: bool = False,
 ) -> tuple[Cache, jax.Array | None]:
@@ -58,13 +59,20 @@ def read(
       row_S: counted in its part.
       tokens_ST: int ids.
       count_S: how many each row reads; 0: none.
+      features_SMD: see `transformer.extend`.
 
     Returns:
       The cache; with `routes`, routes_STLA.
     """
     part = _take_rows(cache, row_S)
     out, part = transformer.extend(
-        model, variables, tokens_ST, count_S, part, routes=routes
+        model,
+        variables,
+        tokens_ST,
+        count_S,
+        part,
+        features_BMD=features_SMD,
+        routes=routes,
     )
     chosen = _routes(model, out.stats) if routes else None
     return constrain(_put_rows(cache, row_S, part)), chosen
@@ -135,8 +143,8 @@ def _before(model: config.Model, cache: Cache, ask: Ask, routes: bool) -> _Decod
     token_KB = jnp.full((K, B), -1, jnp.int32)
     drawn = Drawn(token_KB, jnp.zeros((K, B), wide), cache.length_B, routes_KBLA)
     first_B, zero = ask.forced_BK[:, 0], jnp.zeros((), jnp.int32)
-    asked = (jnp.asarray(x) for x in (first_B, ask.wanted_B, ask.recent_BL))
-    return _Decoding(zero, cache, *asked, drawn)
+    left_B, recent_BL = jnp.asarray(ask.wanted_B), jnp.asarray(ask.recent_BL)
+    return _Decoding(zero, cache, jnp.asarray(first_B), left_B, recent_BL, drawn)
 
 
 def _record(

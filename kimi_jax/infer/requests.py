@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,6 +52,7 @@ class Request:
 
     prompt: tuple[int, ...]
     ask: Ask
+    features_MD: Any = None  # of the images in the prompt, see `Slots.open`
 
 
 class Piece(NamedTuple):

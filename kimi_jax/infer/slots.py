@@ -38,6 +38,12 @@ class Live:
     tokens: list[int]
     read: int = 0
     routes: list[np.ndarray] = dataclasses.field(default_factory=list)
+    features_MD: Any = None  # of images
+    seen: int = 0  # features that were read
+
+    @property
+    def unseen(self) -> int:
+        return 0 if self.features_MD is None else len(self.features_MD) - self.seen
 
     @property
     def pending(self) -> list[int]:
@@ -115,18 +121,23 @@ class Slots:
         self._num_pages, self._parts = num_pages, rows
         self._live: dict[int, Live] = {}
 
-    def open(self, tokens: Sequence[int], *, room: int = 0) -> Live:
+    def open(
+        self, tokens: Sequence[int], *, room: int = 0, features_MD: Any = None
+    ) -> Live:
         """A new sequence. Its tokens are read when they are needed.
 
         Args:
           room: tokens that will come in addition, for which pages are taken now; for
             any more, pages are taken as they come.
+          features_MD: what the k-th placeholder among the tokens shows, for every k.
+            The last token is no placeholder.
 
         Raises:
           UserError: no tokens, unknown ones, or more than fit.
           CacheFull: no slot or no pages are left.
         """
         self.check(tokens, room)
+        self.check_features(tokens, features_MD)
         free = self.free_slots()
         able = [slot for slot in free if self.pager.room(slot, len(tokens) + room)]
         if not free:
@@ -136,7 +147,8 @@ class Slots:
         slot = able[0] if able else free[0]
         self.pager.grow(slot, len(tokens) + room)
         self._change(program.clear_row, slot)
-        self._live[slot] = Live(slot, [int(t) for t in tokens])
+        ids = [int(t) for t in tokens]
+        self._live[slot] = Live(slot, ids, features_MD=features_MD)
         return self._live[slot]
 
     def append(self, sequence: Live, tokens: Sequence[int]) -> None:
@@ -184,9 +196,11 @@ class Slots:
                 row_S,
                 tokens_ST,
                 count_S,
+                self._features(chosen),
                 routes=self.routes,
             )
         for part, (sequence, count) in chosen.items():
+            sequence.seen += self._marks(sequence.pending[:count])
             sequence.read += count
             if self.routes:
                 sequence.routes.append(np.asarray(routes_STLA)[part, :count])
@@ -213,6 +227,7 @@ class Slots:
             for slot in free[:count]:
                 copy = self.pager.fork(sequence.slot, slot, sequence.read)
                 tokens, routes = list(sequence.tokens), list(sequence.routes)
+                # All images have been seen: the last token shows none.
                 made.append(Live(slot, tokens, sequence.read, routes))
                 self._live[slot] = made[-1]
                 self.pager.grow(slot, len(tokens))
@@ -231,8 +246,11 @@ class Slots:
         self.pager.release(sequence.slot)
 
     def save(self, sequence: Live) -> Snapshot:
-        """The sequence on the host, exactly; it lives on here."""
-        self._check_live(sequence)
+        """The sequence on the host, exactly; it lives on here.
+
+        Pending tokens but the last are read first.
+        """
+        self.read([sequence])
         pages = self._pages_of(sequence, 0)
         with self.on_mesh():
             saved = program.save_row(self.cache, sequence.slot, pages)
@@ -269,6 +287,33 @@ class Slots:
                 f"{len(tokens)} tokens and {more} more do not fit into {self.length}; "
                 "shorten them, ask for fewer, or raise `length`"
             )
+
+    def check_features(self, tokens: Sequence[int], features_MD: Any) -> None:
+        """Raises UserError unless there is a feature for each placeholder."""
+        if features_MD is None:
+            return
+        marks = self._marks(tokens)
+        if marks != len(features_MD) or self._marks(tokens[-1:]):
+            raise UserError(
+                f"{marks} placeholders for {len(features_MD)} features of images; the "
+                "tokens must have one for each, and end with another token"
+            )
+
+    def _marks(self, tokens: Sequence[int]) -> int:
+        vision = self.model.vision
+        return 0 if vision is None else list(tokens).count(vision.placeholder)
+
+    def _features(self, chosen: dict[int, tuple[Live, int]]) -> np.ndarray | None:
+        """What the placeholders of a chunk show, [S, chunk, D]; None: nothing."""
+        if not any(sequence.unseen for sequence, _ in chosen.values()):
+            return None
+        shape = (self._parts, self._chunk, self.model.width)
+        features_SMD = np.zeros(shape, jax.numpy.dtype(self.model.dtype))
+        for part, (sequence, _) in chosen.items():
+            if sequence.unseen:
+                next_MD = sequence.features_MD[sequence.seen :][: self._chunk]
+                features_SMD[part, : len(next_MD)] = next_MD
+        return features_SMD
 
     def current_cache(self) -> Any:
         """The cache, with what the host knows of its rows."""
