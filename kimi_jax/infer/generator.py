@@ -70,7 +70,7 @@ class Generator(Slots):
         jobs = []
         for index, (sequence, ask) in enumerate(asks):
             self._check_live(sequence)
-            self._check_ask(sequence.tokens, ask)
+            self._check_ask(len(sequence.tokens), ask)
             self.pager.grow(sequence.slot, len(sequence.tokens) + ask.max_tokens)
             jobs.append(_Job(index, sequence, ask))
         while jobs:
@@ -90,7 +90,8 @@ class Generator(Slots):
         """
         for index, request in enumerate(requests):
             try:
-                self._check_ask(request.prompt, request.ask)
+                self.check(request.prompt)
+                self._check_ask(len(request.prompt), request.ask)
                 self.check_features(request.prompt, request.features_MD)
             except UserError as error:
                 raise UserError(f"request {index}: {error}") from error
@@ -205,8 +206,9 @@ class Generator(Slots):
         logprobs = logprob_KB[at, slot].tolist()
         return Piece(job.number, tokens, logprobs, finished, routes)
 
-    def _check_ask(self, tokens: Sequence[int], ask: Ask) -> None:
-        self.check(tokens, ask.max_tokens)
+    def _check_ask(self, length: int, ask: Ask) -> None:
+        """Raises UserError unless so many tokens can be continued as asked."""
+        self.check_length(length, ask.max_tokens)
         for stop in ask.stop:
             try:
                 self.check(stop)

@@ -282,9 +282,13 @@ class Slots:
                 f"token {wrong[0]} is not in the vocabulary of {self.model.vocab_size};"
                 " use the tokenizer of the model"
             )
-        if len(tokens) + more > self.length:
+        self.check_length(len(tokens), more)
+
+    def check_length(self, tokens: int, more: int) -> None:
+        """Raises UserError unless so many tokens fit."""
+        if tokens + more > self.length:
             raise UserError(
-                f"{len(tokens)} tokens and {more} more do not fit into {self.length}; "
+                f"{tokens} tokens and {more} more do not fit into {self.length}; "
                 "shorten them, ask for fewer, or raise `length`"
             )
 
