@@ -297,11 +297,11 @@ def lower_read(
       options: of `cache_shape`.
     """
     parts = shards(mesh)[0]
-    row_S = _whole(mesh, (parts,))
+    row_S, variables = _whole(mesh, (parts,)), variables_shape(cfg.model, mesh)
     with jax.set_mesh(mesh):
         return read.lower(
             cfg.model,
-            variables_shape(cfg.model, mesh),
+            variables,
             cache_shape(cfg.model, slots, length, mesh=mesh, **options),
             row_S,
             _whole(mesh, (parts, chunk)),
@@ -319,10 +319,11 @@ def lower_decode(
     stop_BSL, recent_BL = _whole(mesh, (B, 1, 1)), _whole(mesh, (B, 1))
     forced_BK = _whole(mesh, (B, 1))
     ask = Ask(forced_BK, number, number, stop_BSL, recent_BL, knobs)
+    variables = variables_shape(model, mesh)
     with jax.set_mesh(mesh):
         return decode.lower(
             model,
-            variables_shape(model, mesh),
+            variables,
             cache_shape(model, slots, length, mesh=mesh, **options),
             ask,
             _whole(mesh, (model.vocab_size,), jnp.bool_),
