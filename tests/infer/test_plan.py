@@ -15,8 +15,6 @@ def test_decoding_is_planned_on_a_mesh():
     assert made.cache["states"] == 2 * 2 * 1 * 8 * 8 * 4
     assert made.cache["pages"] == 2 * 2 * 512 * (8 + 4) * 4
     assert made.memory.arguments >= sum(made.cache.values()) + made.weights
-    # The cache is given and comes back in place.
-    assert made.memory.temporaries < made.memory.arguments
     assert "all-reduce" in made.collectives
     titles = [title for title, _ in plan.rows(made)]
     assert titles[0] == "kept on a device" and plan.to_json(made)["slots"] == 2
