@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kimi_jax import config
@@ -30,13 +31,16 @@ def look(
     patches, grids = [], []
     for file in files:
         frames_FHWC = images.read_frames(file)
-        size = images.fit(*frames_FHWC.shape[1:3], model.vision)
+        height, width = frames_FHWC.shape[1:3]
+        size = images.fit(height, width, model.vision)
         values, grid = images.to_patches(frames_FHWC, size, model.vision)
         patches.append(values.reshape(len(values), -1))
         grids.append(grid)
-    shown = vision.Media(np.concatenate(patches)[None], np.stack(grids)[None])
-    features = jax.jit(functools.partial(vision.features, model))
     grids_I3 = np.stack(grids)
+    shown = vision.Media(
+        jnp.asarray(np.concatenate(patches)[None]), jnp.asarray(grids_I3[None])
+    )
+    features = jax.jit(functools.partial(vision.features, model))
     count = int(media.merged_patches(grids_I3, model.vision.merge).sum())
     return features(variables, shown)[0, :count], grids_I3
 
