@@ -110,6 +110,7 @@ def _run_sizes(config: Config) -> _Sizes:
             ),
         ),
         "alerts": (config.alerts, ("dead_steps",)),
+        "sample": (config.sample, ("num_tokens",)),
     }
 
 

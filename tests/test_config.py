@@ -101,6 +101,7 @@ def test_all_problems_are_reported_at_once():
         ("alerts.bias_update=0", "must be positive, or none"),
         ("alerts.loss_spike=-1", "must be positive, or none"),
         ("alerts.dead_steps=0", "must be at least 1"),
+        ("sample.num_tokens=0", "must be at least 1"),
         ("alerts.window=4", "at least 5 records"),
         ("alerts.stop=loss", "'loss' is not one of ['load_entropy', "),
         ("model", "no value"),
