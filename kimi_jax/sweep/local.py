@@ -48,6 +48,8 @@ class Running(NamedTuple):
     slot: int
     first_step: int
     started: float  # monotonic seconds
+    log: pathlib.Path
+    log_start: int  # bytes that earlier sessions printed
 
 
 # What has changed: a job and how far it is.
@@ -122,7 +124,9 @@ class Pool:
     def _start(self, job: Job, lock: IO[str]) -> None:
         slot = min({*range(len(self._environments))} - {r.slot for r in self._running})
         before = state.look(self._root / job.id)
-        with open(self._root / state.LOGS / f"{job.id}.log", "ab") as log:
+        path = self._root / state.LOGS / f"{job.id}.log"
+        with open(path, "ab") as log:
+            log_start = log.tell()
             process = subprocess.Popen(
                 job.command,
                 stdin=subprocess.DEVNULL,
@@ -134,8 +138,9 @@ class Pool:
             )
         self._index.note(job.id, "")
         self._seen[job.id] = before.step
+        started = time.monotonic()
         self._running.append(
-            Running(job, process, slot, before.step, time.monotonic())
+            Running(job, process, slot, before.step, started, path, log_start)
         )
         self._watch(job, before._replace(status="running"))
 
@@ -147,8 +152,8 @@ class Pool:
     def _end(self, running: Running) -> None:
         job = running.job
         self._running.remove(running)
-        log = self._root / state.LOGS / f"{job.id}.log"
-        failure = state.failure_of(running.process.returncode, log)
+        code = running.process.returncode
+        failure = state.failure_of(code, running.log, running.log_start)
         self._index.note(job.id, failure)
         found = state.look(self._root / job.id, failure)
         steps = found.step - running.first_step

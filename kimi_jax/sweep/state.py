@@ -113,11 +113,14 @@ def newest_records(path: pathlib.Path) -> dict[str, metrics.Record]:
     return newest
 
 
-def failure_of(code: int, log: pathlib.Path) -> str:
+def failure_of(code: int, log: pathlib.Path, start: int = 0) -> str:
     """Why a run ended with the exit code `code`; empty if it finished or was stopped.
 
     The words are those of the run itself: the last line of its log that begins with
     "error:", or else the last line that is not empty.
+
+    Args:
+      start: where this session's part of the log begins, in bytes.
     """
     if code == 0 or code in _STOPPED or -code in (signal.SIGINT, signal.SIGTERM):
         return ""
@@ -125,13 +128,13 @@ def failure_of(code: int, log: pathlib.Path) -> str:
         name = signal.Signals(-code).name
         hint = ", perhaps for its use of memory" if -code == signal.SIGKILL else ""
         return f"killed by {name}{hint}"
-    lines = [line.strip() for line in _tail(log).splitlines() if line.strip()]
+    lines = [line.strip() for line in _tail(log, start).splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]
     words = (errors or lines or ["it printed nothing"])[-1]
     return f"exit code {code}: {words.removeprefix('error:').strip()}"
 
 
-def _tail(log: pathlib.Path) -> str:
+def _tail(log: pathlib.Path, start: int) -> str:
     with open(log, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
+        file.seek(max(start, os.fstat(file.fileno()).st_size - (1 << 16)))
         return file.read().decode(errors="replace")
