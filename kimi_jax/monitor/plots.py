@@ -181,7 +181,9 @@ def history_figure(
     return figure
 
 
-def new_axis(width: float, height: float, title: str, label: str) -> tuple[Figure, Axes]:
+def new_axis(
+    width: float, height: float, title: str, label: str
+) -> tuple[Figure, Axes]:
     """A figure with one axis in the style of all others; sizes in inches.
 
     Args:

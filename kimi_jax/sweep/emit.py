@@ -40,7 +40,9 @@ def script(
     if kind != SHELL and kind not in known:
         raise UserError(f"--emit={kind}: choose one of {', '.join([SHELL, *known])}")
     if kind == SHELL and options:
-        raise UserError(f"--launch={shlex.join(options)}: --emit=shell takes no options")
+        raise UserError(
+            f"--launch={shlex.join(options)}: --emit=shell takes no options"
+        )
     commands = [_command(kind, task, options, launchers) for task in tasks]
     if kind != SHELL and commands:
         _try(kind, commands[0])

@@ -82,8 +82,11 @@ def make_settings(
 
 
 def describe(overrides: Overrides) -> str:
-    """ "learning_rate=0.001 seed=1": fields by their last names."""
-    words = [f"{k.rpartition('.')[2]}={to_text(v)}" for k, v in overrides.items()]
+    """ "depth=2 learning_rate=0.001": the argument, and fields by their last names."""
+    words = [
+        to_text(value) if name == ARGUMENT else f"{_last(name)}={to_text(value)}"
+        for name, value in overrides.items()
+    ]
     return " ".join(words) or "as in the file"
 
 
@@ -101,6 +104,10 @@ def arguments(file: str, setting: Setting) -> list[str]:
     config = f"{file}:{setting.argument}" if setting.argument else file
     flags = [f"--config.{k}={to_text(v)}" for k, v in setting.overrides.items()]
     return [f"--config={config}", *flags]
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _check_form(hyper: Any) -> None:

@@ -1,8 +1,8 @@
 """How far the runs of a sweep have come, from their folders and a note of failures.
 
-    SWEEP/sweep.json      which settings there are, and how runs failed
-          ID/             the workdir of a run, as experiments.train leaves it
-          logs/ID.log     what it printed
+SWEEP/sweep.json      which settings there are, and how runs failed
+      ID/             the workdir of a run, as experiments.train leaves it
+      logs/ID.log     what it printed
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Index:
             try:
                 self._values |= json.loads(self._path.read_text())
             except ValueError as error:
-                raise UserError(f"{self._path} is damaged: {error}; delete it") from None
+                raise UserError(
+                    f"{self._path} is damaged: {error}; delete it"
+                ) from None
 
     def add(self, settings: Sequence[Setting]) -> None:
         """Notes which run is which; runs of an earlier form of the sweep stay."""
