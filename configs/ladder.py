@@ -1,4 +1,4 @@
-r"""A scaling ladder: the dial of K3 at growing depths, tokens in proportion to the model.
+r"""A scaling ladder: K3's dial at growing depths, tokens in proportion to the model.
 
 Question: what does a change gain in compute, and does the gain grow with the model?
 Command:  python -m experiments.sweep --config=configs/ladder.py \
