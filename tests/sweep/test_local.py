@@ -63,9 +63,10 @@ def test_runs_finish_fail_and_die_and_say_so(tmp_path):
     seen = []
     jobs = [job(tmp_path, what, what) for what in ("finish", "fail", "die")]
     started = time.monotonic()
-    assert pool(tmp_path, 2, lambda job, now: seen.append((job.id, now.status))).run(
-        jobs
-    ) is None
+    assert (
+        pool(tmp_path, 2, lambda job, now: seen.append((job.id, now.status))).run(jobs)
+        is None
+    )
     # What a sweep adds to a run: far below two seconds.
     assert time.monotonic() - started < 3 * 2
     found = statuses(tmp_path, ("finish", "fail", "die", "never"))
