@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from kimi_jax.errors import UserError
-from kimi_jax.monitor import metrics
+from kimi_jax.monitor import metrics, runs
 from kimi_jax.sweep.settings import Setting
 from kimi_jax.train import workdir
 
 INDEX, LOGS = "sweep.json", "logs"
-_TAIL_BYTES = 1 << 20  # holds the last records of the deepest model
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 Status = Literal["new", "stopped", "running", "failed", "finished"]
@@ -79,7 +78,7 @@ def look(folder: pathlib.Path, failure: str = "") -> Progress:
     A run that was stopped and one that was killed look the same: the same command
     resumes both.
     """
-    newest = newest_records(folder / metrics.FILENAME)
+    newest = runs.newest_records(folder)
     train, run = newest.get("train", {}), newest.get("run", {})
     steps = [record["step"] for record in newest.values()]
     found = Progress(
@@ -92,27 +91,6 @@ def look(folder: pathlib.Path, failure: str = "") -> Progress:
     if run.get("event") == "end":
         return found._replace(status="finished", reason="")
     return found._replace(status="failed") if failure else found
-
-
-def newest_records(path: pathlib.Path) -> dict[str, metrics.Record]:
-    """The last record of each kind, as far as the end of the metrics file shows them.
-
-    Reads a bounded number of bytes, however long the run.
-    """
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return {}
-    newest = {}
-    for line in lines:
-        try:
-            record = metrics.from_jsonable(json.loads(line))
-        except ValueError:
-            continue  # cut at the start of what was read, or by a kill
-        newest[record["kind"]] = record
-    return newest
 
 
 def failure_of(code: int, log: pathlib.Path, start: int = 0) -> str:

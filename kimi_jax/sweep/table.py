@@ -136,7 +136,7 @@ def to_markdown(
         *(f"![{name}](plots/{name}.png)" for name in figures),
     ]
     if unfinished:
-        lines = [(run, markdown.cell(how)) for run, how in unfinished.items()]
+        lines = [tuple(map(markdown.cell, item)) for item in unfinished.items()]
         table = markdown.table(("run", "state"), lines, "---")
         parts.append("## Not finished\n\n" + "\n".join(table))
     return "\n\n".join(parts) + "\n"

@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from kimi_jax.errors import UserError
+from kimi_jax.monitor import runs
 from kimi_jax.sweep import board, local, state
 from kimi_jax.sweep.settings import make_settings
 from kimi_jax.sweep.state import Progress
@@ -146,12 +148,12 @@ def test_gpus_are_dealt_out_to_the_workers():
 
 
 def test_the_newest_records_need_only_the_end_of_the_file(tmp_path):
-    path = tmp_path / "metrics.jsonl"
     line = '{"kind":"train","step":%d,"loss":"NaN","x":"%s"}\n'
-    path.write_text("".join(line % (i, "y" * 500_000) for i in range(4)) + '{"kind')
-    newest = state.newest_records(path)
-    assert newest["train"]["step"] == 3 and newest["train"]["loss"] != 0
-    assert state.newest_records(tmp_path / "none") == {}
+    lines = [line % (step, "y" * 500_000) for step in range(4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"kind')
+    newest = runs.newest_records(tmp_path)
+    assert newest["train"]["step"] == 3 and np.isnan(newest["train"]["loss"])
+    assert runs.newest_records(tmp_path / "none") == {}
 
 
 def test_a_log_line_for_each_run_that_begins_or_ends(tmp_path):
