@@ -84,25 +84,20 @@ def make_settings(
 def describe(overrides: Overrides) -> str:
     """ "depth=2 learning_rate=0.001": the argument, and fields by their last names."""
     words = [
-        to_text(value) if name == ARGUMENT else f"{_last(name)}={to_text(value)}"
+        config_io.to_text(value)
+        if name == ARGUMENT
+        else f"{_last(name)}={config_io.to_text(value)}"
         for name, value in overrides.items()
     ]
     return " ".join(words) or "as in the file"
 
 
-def to_text(value: Any) -> str:
-    """A value as an override spells it, which `config_io` reads back."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return value if isinstance(value, str) else repr(value)
-
-
 def arguments(file: str, setting: Setting) -> list[str]:
     """The flags of experiments.train for a setting, --workdir apart."""
     config = f"{file}:{setting.argument}" if setting.argument else file
-    flags = [f"--config.{k}={to_text(v)}" for k, v in setting.overrides.items()]
+    flags = [
+        f"--config.{k}={config_io.to_text(v)}" for k, v in setting.overrides.items()
+    ]
     return [f"--config={config}", *flags]
 
 
@@ -135,7 +130,10 @@ def _make(
             f"config.{twice[0]}: the sweep sets it itself; take --config.{twice[0]} "
             "from the command line"
         )
-    lines = [*common, *(f"{name}={to_text(value)}" for name, value in fields.items())]
+    lines = [
+        *common,
+        *(f"{name}={config_io.to_text(value)}" for name, value in fields.items()),
+    ]
     config = config_io.from_dict(load(argument), lines)
     values = config_io.to_dict(config)
     resolved = {name: _at(values, name) for name in (*shared, *fields)}
