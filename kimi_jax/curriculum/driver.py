@@ -17,15 +17,17 @@ decisions. So a kill at any point repeats at most what had not become durable.
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
 from kimi_jax import distributed, sharding
+from kimi_jax.config import Config
 from kimi_jax.curriculum import criteria, report
 from kimi_jax.curriculum.criteria import Verdict
 from kimi_jax.curriculum.stages import Stage
@@ -60,28 +62,35 @@ def run(
     """
     root = pathlib.Path(path)
     for stage in stages:
-        _named(stage, lambda stage=stage: sharding.make_mesh(stage.config))  # type: ignore[misc]
+        _named(stage, functools.partial(sharding.make_mesh, stage.config))
     identity = distributed.on_leader(
         "curriculum", lambda: _prepare(stages, root, console), timeout=_PREPARE_SECONDS
     )
+    if not distributed.is_leader():
+        console = Console(quiet=True, force_terminal=False)
     for before, stage in zip((None, *stages), stages, strict=False):
-        while True:
-            decisions = _read(root)
+        verdict = Verdict("stay", ())
+        while verdict.action == "stay":
+            decisions = distributed.on_leader(
+                "decisions", lambda: _read(root), timeout=_READ_SECONDS
+            )
             if _last(decisions, stage) == "advance":
                 break
-            _train_round(root, before, stage, identity, console, command)
+            cfg = stage.at(rounds_of(decisions, stage))
+            if _open(root, stage, cfg) and before is not None:
+                source, target = ((root / s.name, s) for s in (before, stage))
+                hand_over(source, target, identity)
+            _train(root, stage, cfg, console, command)
             verdict = _decide(root, stage)
-            if distributed.is_leader():
-                for line in (f"{stage.name}: {verdict.action}", *verdict.reasons):
-                    console.print(line, markup=False, highlight=False, soft_wrap=True)
-            if verdict.action == "stop":
-                raise Stopped(
-                    f"{stage.name} did not meet its criteria: "
-                    f"{'; '.join(verdict.reasons)}\nallow it more `rounds`, or relax "
-                    "`until`, and run the same command to go on from here"
-                )
-    if distributed.is_leader():
-        console.print(f"all stages are done: {root / 'report.md'}", soft_wrap=True)
+            for line in (f"{stage.name}: {verdict.action}", *verdict.reasons):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if verdict.action == "stop":
+            raise Stopped(
+                f"{stage.name} did not meet its criteria: {'; '.join(verdict.reasons)}"
+                "\nallow it more `rounds`, or relax `until`, and run the same command "
+                "to go on from here"
+            )
+    console.print(f"all stages are done: {root / report.PAGE}", soft_wrap=True)
 
 
 def rounds_of(decisions: Sequence[Decision], stage: Stage) -> int:
@@ -93,12 +102,16 @@ def rounds_of(decisions: Sequence[Decision], stage: Stage) -> int:
 def hand_over(
     source: tuple[pathlib.Path, Stage],
     target: tuple[pathlib.Path, Stage],
-    identity: dict[str, str],
+    identity: Mapping[str, str],
 ) -> None:
     """Makes the newest state of one stage the checkpoint 0 of the next one.
 
-    Every process of the run calls it; the arrays go from the files of the one to the
-    devices as the mesh of the other wants them, and back to files.
+    Every process of the run calls it. The arrays go from files to devices, as the mesh
+    of the next stage wants them, and back to files.
+
+    Args:
+      source, target: folder and stage.
+      identity: of the text, see `loader.Data`.
     """
     (old_folder, old), (folder, stage) = source, target
     cfg = stage.config
@@ -110,20 +123,11 @@ def hand_over(
         checkpoints.wait()
 
 
-def _train_round(
-    root: pathlib.Path,
-    before: Stage | None,
-    stage: Stage,
-    identity: dict[str, str],
-    console: Console,
-    command: str,
-) -> None:
-    """The stage's run to the end of its round, from wherever it is."""
-    folder = root / stage.name
-    cfg = stage.at(rounds_of(_read(root), stage))
+def _open(root: pathlib.Path, stage: Stage, cfg: Config) -> bool:
+    """Makes the stage's folder ready; returns whether it has no checkpoint yet."""
 
-    def open_folder() -> dict[str, Any]:
-        (root / workdir.TOKENS).mkdir(parents=True, exist_ok=True)
+    def on_disk() -> bool:
+        folder = root / stage.name
         folder.mkdir(exist_ok=True)
         link = folder / workdir.TOKENS
         if not link.is_symlink():
@@ -131,26 +135,31 @@ def _train_round(
         if (folder / workdir.CONFIG).exists():
             workdir.prolong(folder, cfg)
         workdir.claim(folder, cfg)
-        newest = runs.newest_records(folder).get("run", {})
-        steps = checkpoint_files.steps(folder)
-        ended = newest.get("event") == "end" and newest["step"] == cfg.train.steps
-        return {"ended": ended, "fresh": not steps}
+        return not checkpoint_files.steps(folder)
 
-    state = distributed.on_leader("stage", open_folder, timeout=_READ_SECONDS)
-    if state["ended"]:
+    return distributed.on_leader("stage", on_disk, timeout=_READ_SECONDS)
+
+
+def _train(
+    root: pathlib.Path, stage: Stage, cfg: Config, console: Console, command: str
+) -> None:
+    """The run of the stage to its last step, from wherever it is."""
+    folder = root / stage.name
+
+    def ended() -> bool:
+        newest = runs.newest_records(folder).get("run", {})
+        return newest.get("event") == "end" and newest["step"] == cfg.train.steps
+
+    if distributed.on_leader("ended", ended, timeout=_READ_SECONDS):
         return
-    if state["fresh"] and before is not None:
-        hand_over((root / before.name, before), (folder, stage), identity)
-    if distributed.is_leader():
-        console.print(f"== {stage.name} ==", soft_wrap=True)
+    console.print(f"== {stage.name} ==", soft_wrap=True)
     try:
         loop.train(cfg, str(folder), console=console, command=command)
     except loop.Interrupted:
         raise
     except UserError as error:
-        words = str(error).splitlines()[0]
         if distributed.is_leader():
-            _write(root, stage, Verdict("stop", (words,)))
+            _write(root, stage, Verdict("stop", (str(error).splitlines()[0],)))
         raise
 
 
@@ -178,14 +187,16 @@ def _prepare(
     Returns:
       The identity of the text, which all stages share.
     """
+    _check_folder(root)
+    decisions = _read(root)
     for stage in stages:
         if (root / stage.name / workdir.CONFIG).exists():
-            cfg = stage.at(rounds_of(_read(root), stage))
+            cfg = stage.at(rounds_of(decisions, stage))
             workdir.prolong(root / stage.name, cfg)
             workdir.check(root / stage.name, cfg)
     identity: dict[str, str] = {}
     for stage in stages:
-        data = _named(stage, lambda stage=stage: _load(stage, root, console))  # type: ignore[misc]
+        data = _named(stage, functools.partial(_load, stage, root, console))
         if "position_gap" in stage.until and not _reaches(data.validation):
             length = stage.config.train.seq_len
             raise UserError(
@@ -195,7 +206,23 @@ def _prepare(
                 "config.data.validation_fraction or config.train.eval_batches"
             )
         identity = data.identity
+    (root / workdir.TOKENS).mkdir(parents=True, exist_ok=True)
+    if not (root / DECISIONS).exists():
+        _store(root, [])
     return identity
+
+
+def _check_folder(root: pathlib.Path) -> None:
+    """Raises UserError where something else than a curriculum lies."""
+    if root.exists() and not root.is_dir():
+        raise UserError(f"--workdir={root} is a file; name a folder")
+    if root.exists() and not (root / DECISIONS).exists():
+        others = [p.name for p in root.iterdir() if p.name != workdir.TOKENS]
+        if any(not name.startswith(".") for name in others):
+            raise UserError(
+                f"--workdir={root} is not empty and holds no curriculum; name another "
+                "folder, nothing was written"
+            )
 
 
 def _load(stage: Stage, root: pathlib.Path, console: Console) -> loader.Data:
@@ -211,7 +238,7 @@ def _load(stage: Stage, root: pathlib.Path, console: Console) -> loader.Data:
 
 def _reaches(batches: loader.EvalBatches) -> bool:
     """Whether some document has tokens in the last bin of positions of its row."""
-    last = 1 << (batches.length - 1).bit_length() - 1
+    last = 2 ** max(0, (batches.length - 1).bit_length() - 1)
     for step in range(len(batches)):
         for row_T in batches[step]["segment_ids"]:
             if np.bincount(row_T)[1:].max(initial=0) > last:
@@ -219,7 +246,8 @@ def _reaches(batches: loader.EvalBatches) -> bool:
     return False
 
 
-def _named[T](stage: Stage, act: Any) -> Any:
+def _named[T](stage: Stage, act: Callable[[], T]) -> T:
+    """`act()`; a UserError of it names the stage."""
     try:
         return act()
     except UserError as error:
@@ -232,7 +260,7 @@ def _last(decisions: Sequence[Decision], stage: Stage) -> str:
 
 
 def _read(root: pathlib.Path) -> list[Decision]:
-    """The decisions so far; the leader writes them, the others read its file."""
+    """The decisions so far. Of use to the leader, who writes them."""
     path = root / DECISIONS
     if not path.exists():
         return []
@@ -240,7 +268,7 @@ def _read(root: pathlib.Path) -> list[Decision]:
         return json.loads(path.read_text())["decisions"]
     except (ValueError, KeyError) as error:
         raise UserError(
-            f"{path} is damaged: {error}; delete it, and finished stages are judged anew"
+            f"{path} is damaged: {error}; bring back a copy of it"
         ) from error
 
 
@@ -259,6 +287,10 @@ def _write(root: pathlib.Path, stage: Stage, verdict: Verdict) -> None:
             "reasons": list(verdict.reasons),
         }
     )
+    _store(root, decisions)
+    report.write(root, decisions)
+
+
+def _store(root: pathlib.Path, decisions: Sequence[Decision]) -> None:
     text = json.dumps({"decisions": metrics.to_jsonable(decisions)}, indent=2)
     metrics.replace_file(root / DECISIONS, text + "\n")
-    report.write(root, decisions)

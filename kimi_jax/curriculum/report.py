@@ -66,8 +66,7 @@ def render(legs: Sequence[Leg], decisions: Sequence[Mapping[str, Any]]) -> str:
         parts.append("![Held-out loss over all tokens](plots/curriculum.png)")
     parts += [
         "The position gap is the held-out loss of the last positions minus that of all "
-        "before them, in nats; losses of different lengths are read in windows of these "
-        "lengths.",
+        "before them, in nats. Each stage is evaluated in windows of its own length.",
         "## Decisions",
         "\n".join(table(("stage", "round", "then", "because"), said, "---")),
     ]
