@@ -133,7 +133,7 @@ def _make(
     if fields.get("long_share") is not None:
         share = float(fields["long_share"])
         overrides["data.strata"] = (length,)
-        overrides["data.strata_mixture"] = ((0.0, 1.0 - share, share),)
+        overrides["data.strata_mixture"] = ((0.0, round(1.0 - share, 9), share),)
     overrides |= {k: v for k, v in fields.items() if "." in k}
     lines = tuple(f"{k}={config_io.to_text(v)}" for k, v in overrides.items())
     config = config_io.from_dict(values, [*common, *lines])
