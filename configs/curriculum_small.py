@@ -8,9 +8,9 @@ Expect:   a falling loss in each stage, and last positions that are no worse tha
           before them.
 
 `configs/curriculum_small.py:gpu` goes 8K, 64K, 256K, 1M with a model of 12 layers and
-longer text. The text is on every machine that has this project: plays, a document each;
-source trees, a document a package, file after file; the files of one more package, which
-are the short documents.
+longer text. The text is on every machine that has this project: plays, a document
+each; source trees, a document a package; the files of one more package, which are the
+short documents.
 """
 
 import importlib.util
