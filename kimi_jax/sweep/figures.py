@@ -34,7 +34,7 @@ def final(groups: Sequence[Group]) -> Figure:
         axis.plot(values, np.full(len(values), row), "o", color=_color(0), alpha=0.4)
         axis.plot([values.mean()], [row], "|", color=_color(0), markersize=16)
     axis.set_yticks(range(len(groups)), labels=[group.label for group in groups])
-    axis.invert_yaxis()
+    axis.set_ylim(len(groups) - 0.5, -0.5)
     axis.xaxis.set_major_formatter("{x:.4g}")
     axis.set_xlabel("bits per byte")
     return figure

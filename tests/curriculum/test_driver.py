@@ -18,6 +18,7 @@ from kimi_jax.train import loop
 from tests import tiny
 from tests.train.test_loop import SMALL, interrupt_after, stored
 
+SIMPLE = ("optimizer.kind=adamw", "model.residual.kind=none")
 STAGES = (
     {
         "length": 16,
@@ -50,7 +51,7 @@ def corpus(tmp_path_factory):
 
 
 def make(corpus, *stages):
-    common = (f"data.sources={corpus}", *SMALL, "optimizer.kind=adamw")
+    common = (f"data.sources={corpus}", *SMALL, *SIMPLE)
     return make_stages([dict(stage) for stage in stages], tiny.values(), common)
 
 
