@@ -11,6 +11,7 @@ of experiments.train in DIR/ID. The actions:
 --launch='--nodes=2 ...' passes options to the launcher of --emit.
 """
 
+import inspect
 import pathlib
 import shlex
 import sys
@@ -55,7 +56,7 @@ def main(overrides: list[str]) -> int:
 def _takes_nothing(file: cli.ExperimentFile) -> bool:
     """Whether get_hyper() is without parameters; the argument is get_config's then."""
     function = getattr(file.module, "get_hyper", None)
-    return function is not None and not function.__code__.co_argcount
+    return function is not None and not inspect.signature(function).parameters
 
 
 def _list(root: pathlib.Path, settings: list[Setting]) -> int:

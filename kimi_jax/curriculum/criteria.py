@@ -59,8 +59,8 @@ def judge(
     if met:
         return Verdict("advance", tuple(lines))
     if rounds_left > 0:
-        return Verdict("stay", (*lines, f"{rounds_left} rounds are left"))
-    return Verdict("stop", (*lines, "no round is left"))
+        return Verdict("stay", (*lines, f"rounds left: {rounds_left}"))
+    return Verdict("stop", (*lines, "rounds left: 0"))
 
 
 def measure(name: str, evaluations: Evaluations, length: int) -> float:

@@ -16,7 +16,6 @@ import pathlib
 import signal
 import subprocess
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
@@ -64,7 +63,8 @@ class Pool:
     ):
         self._root, self._index, self._watch = root, index, watch
         self._environments = environments(workers, os.environ, _gpus())
-        self._waiting: deque[Job] = deque()
+        # Lists: the live table reads them from a thread of its own.
+        self._waiting: list[Job] = []
         self._running: list[Running] = []
         self._done_work = self._busy_seconds = 0.0
         self._seen: dict[str, int] = {}  # steps of running jobs
@@ -113,7 +113,7 @@ class Pool:
                 self._end(running)
             free = len(self._environments) - len(self._running)
             while free and self._waiting and not interrupt.requested:
-                self._start(self._waiting.popleft(), lock)
+                self._start(self._waiting.pop(0), lock)
                 free -= 1
             if time.monotonic() - looked > _LOOK_SECONDS:
                 looked = time.monotonic()

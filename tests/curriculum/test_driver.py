@@ -156,7 +156,9 @@ def test_a_stage_that_fails_its_criteria_stops_the_run(corpus, tmp_path, monkeyp
 
     monkeypatch.setattr(driver.loop, "train", train)
     hard = STAGES[0] | {"until": {"validation_loss": 2.0}, "rounds": 1}
-    with pytest.raises(driver.Stopped, match="validation_loss 3, not met: 2; no round"):
+    with pytest.raises(
+        driver.Stopped, match="validation_loss 3, not met: 2; rounds left: 0"
+    ):
         run(make(corpus, hard), tmp_path / "run")
     assert decisions(tmp_path / "run") == [("stage_01_16", 1, "stop")]
     page = (tmp_path / "run" / "report.md").read_text()

@@ -104,9 +104,9 @@ def test_verdicts():
     until = {"loss_slope": 0.1, "validation_loss": 1.0}
     stay = criteria.judge(until, seen, 8, 1)
     assert stay.action == "stay" and stay.reasons[0].endswith("met: 0.1")
-    assert stay.reasons[1:] == ("validation_loss 2, not met: 1", "1 rounds are left")
+    assert stay.reasons[1:] == ("validation_loss 2, not met: 1", "rounds left: 1")
     stop = criteria.judge(until, seen, 8, 0)
-    assert stop.action == "stop" and stop.reasons[-1] == "no round is left"
+    assert stop.action == "stop" and stop.reasons[-1] == "rounds left: 0"
     assert criteria.judge({"validation_loss": 2.0}, seen, 8, 0).action == "advance"
     # Too few evaluations tell nothing, and nothing is not met.
     few = evaluations(lambda s: 2.0, [100])

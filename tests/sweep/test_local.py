@@ -156,6 +156,19 @@ def test_the_newest_records_need_only_the_end_of_the_file(tmp_path):
     assert runs.newest_records(tmp_path / "none") == {}
 
 
+def test_a_live_table_on_a_terminal(tmp_path):
+    settings = make_settings([{"train.seed": 1}], lambda _: tiny.values())
+    progress = {settings[0].id: Progress("new")}
+    text = io.StringIO()
+    console = Console(file=text, width=100, force_terminal=True)
+    with board.Board(console, settings, progress) as shown:
+        runs = pool(tmp_path, 1, shown.watch)
+        shown.eta = runs.eta
+        runs.run([job(tmp_path, settings[0].id)])
+    last = text.getvalue().rpartition("val bpb")[2]
+    assert "finished" in last and "2.2500" in last and "1 finished  ETA 0:00" in last
+
+
 def test_a_log_line_for_each_run_that_begins_or_ends(tmp_path):
     settings = make_settings(
         [{"train.seed": 1}, {"train.seed": 2}], lambda _: tiny.values()
