@@ -19,6 +19,7 @@ from configs import common
 STAGES = {
     8192: (2048, 4, {"fsdp": 8, "expert": 64, "context": 1, "tensor": 8}),
     65536: (256, 4, {"fsdp": 8, "expert": 8, "context": 8, "tensor": 8}),
+    262144: (64, 4, {"fsdp": 8, "expert": 2, "context": 32, "tensor": 8}),
     1048576: (16, 2, {"fsdp": 8, "expert": 1, "context": 64, "tensor": 8}),
 }
 

@@ -13,8 +13,9 @@ import os
 import pathlib
 import signal
 import sys
+import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from absl import app, flags, logging
@@ -107,6 +108,38 @@ def load_config(overrides: Sequence[str]) -> Config:
 
 def load_values() -> Any:
     """What `get_config` of the file in `--config` returns."""
+    return load_file().call("get_config")
+
+
+class ExperimentFile(NamedTuple):
+    """The file in `--config`, loaded, and the argument after its colon."""
+
+    path: str
+    module: types.ModuleType
+    argument: str
+
+    def call(self, name: str, argument: str | None = None) -> Any:
+        """What the function `name` of the file returns.
+
+        Args:
+          argument: None: the one after the colon; an empty one is not passed on.
+
+        Raises:
+          UserError: there is no such function, or it does not take the argument.
+        """
+        if not hasattr(self.module, name):
+            raise UserError(f"--config={self.path}: defines no {name}()")
+        function = getattr(self.module, name)
+        argument = self.argument if argument is None else argument
+        try:
+            return function(argument) if argument else function()
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            where = f"{self.path}:{argument}" if argument else self.path
+            raise UserError(f"--config={where}: {error}") from error
+
+
+def load_file() -> ExperimentFile:
+    """The file in `--config`."""
     path, _, argument = flags.FLAGS.config.partition(":")
     file = pathlib.Path(path)
     if not file.is_file():
@@ -117,12 +150,7 @@ def load_values() -> Any:
         raise UserError(f"--config={path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    if not hasattr(module, "get_config"):
-        raise UserError(f"--config={path}: defines no get_config()")
-    try:
-        return module.get_config(argument) if argument else module.get_config()
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise UserError(f"--config={flags.FLAGS.config}: {error}") from error
+    return ExperimentFile(path, module, argument)
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -76,6 +76,15 @@ def to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def to_text(value: Any) -> str:
+    """A value as an override spells it; `from_dict` reads it back."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) else repr(value)
+
+
 def _plain(values: Any) -> Any:
     if hasattr(values, "to_dict"):
         values = values.to_dict()

@@ -10,12 +10,14 @@ import pytest
 
 from experiments import bench
 from kimi_jax import accounting, canonical, config_io, layout, sharding
+from kimi_jax.curriculum.stages import make_stages
 from kimi_jax.modules import vision
 
 FILES = sorted(
     path
     for path in pathlib.Path("configs").glob("*.py")
-    if path.stem not in ("__init__", "common") and not path.stem.startswith("bench_")
+    if path.stem not in ("__init__", "common", "hyper")
+    and not path.stem.startswith("bench_")
 )
 BENCHES = sorted(pathlib.Path("configs").glob("bench_*.py"))
 
@@ -38,6 +40,28 @@ def test_every_file_builds_and_says_what_it_is_for(path):
     assert_says_what_it_is_for(module["__doc__"])
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "lengths"),
+    [
+        ("curriculum_small", (), (128, 1024, 4096, 16384)),
+        ("curriculum_small", ("gpu",), (8192, 65536, 262144, 1048576)),
+        ("curriculum_k3", (), (8192, 65536, 262144, 1048576)),
+    ],
+)
+def test_the_stages_of_a_curriculum_grow(name, arguments, lengths):
+    module = runpy.run_path(f"configs/{name}.py")
+    stages = make_stages(
+        module["get_stages"](*arguments), module["get_config"](*arguments)
+    )
+    assert tuple(stage.config.train.seq_len for stage in stages) == lengths
+    if name == "curriculum_k3":
+        for stage in stages:
+            alone = load("k3", f"length={stage.config.train.seq_len}")
+            assert stage.config.mesh == alone.mesh
+            assert stage.config.train.batch_size == alone.train.batch_size
+            assert stage.config.train.micro_batches == alone.train.micro_batches
+
+
 @pytest.mark.parametrize("path", BENCHES, ids=lambda path: path.stem)
 def test_every_bench_says_what_it_is_for(path):
     module = runpy.run_path(str(path))
@@ -50,7 +74,7 @@ def assert_says_what_it_is_for(doc):
         assert word in doc, f"does not say {word}"
 
 
-@pytest.mark.parametrize("length", [8192, 65536, 1048576])
+@pytest.mark.parametrize("length", [8192, 65536, 262144, 1048576])
 def test_k3_has_a_mesh_for_each_length(length):
     config = load("k3", f"length={length}")
     sizes = dataclasses.asdict(config.mesh)

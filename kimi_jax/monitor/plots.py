@@ -181,14 +181,35 @@ def history_figure(
     return figure
 
 
-def named_figure(panels: Mapping[str, Mapping[str, Series]]) -> Figure:
-    """Panels over steps by title, each with lines by name and a legend beside it."""
+def new_axis(
+    width: float, height: float, title: str, label: str
+) -> tuple[Figure, Axes]:
+    """A figure with one axis in the style of all others; sizes in inches.
+
+    Args:
+        label: of the y axis, with the unit.
+    """
+    figure = _new_figure(width, height)
+    axis = figure.subplots()
+    _style(axis, title, label)
+    axis.xaxis.set_major_locator(ticker.AutoLocator())
+    return figure, axis
+
+
+def named_figure(
+    panels: Mapping[str, Mapping[str, Series]], from_zero: bool = True
+) -> Figure:
+    """Panels over steps by title, each with lines by name and a legend beside it.
+
+    Args:
+        from_zero: whether the y axes start there.
+    """
     figure = _new_figure(8.0, 3.2 * len(panels))
     axes = np.atleast_1d(figure.subplots(len(panels), 1))
     for axis, (title, lines) in zip(axes, panels.items(), strict=True):
         _style(axis, title, "")
         _draw_lines(axis, lines)
-        _scale_y(axis, np.concatenate([x.values for x in lines.values()]), True)
+        _scale_y(axis, np.concatenate([x.values for x in lines.values()]), from_zero)
         axis.set_xlabel("step", fontsize=9.5, color=_TEXT)
         axis.legend(
             frameon=False,

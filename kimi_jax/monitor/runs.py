@@ -17,6 +17,7 @@ from kimi_jax.monitor import metrics, plots
 
 # The last tenth of the log: single steps of MaxVio and loss are noisy.
 _TAIL_FRACTION = 0.1
+_TAIL_BYTES = 1 << 20  # holds the last records of the deepest model
 
 
 class Run(NamedTuple):
@@ -85,6 +86,27 @@ def load_run(workdir: str | os.PathLike) -> Run:
         seconds=seconds,
         elapsed=previous - first,
     )
+
+
+def newest_records(workdir: str | os.PathLike) -> dict[str, metrics.Record]:
+    """The last record of each kind, as far as the end of the metrics file shows them.
+
+    Reads a bounded number of bytes, however long the run. Empty if it has not begun.
+    """
+    try:
+        with open(Path(workdir) / metrics.FILENAME, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return {}
+    newest = {}
+    for line in lines:
+        try:
+            record = metrics.from_jsonable(json.loads(line))
+        except ValueError:
+            continue  # cut at the start of what was read, or by a kill
+        newest[record["kind"]] = record
+    return newest
 
 
 def layer_series(run: Run, name: str) -> plots.Series | None:

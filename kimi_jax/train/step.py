@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import traverse_util
 
@@ -203,14 +204,32 @@ def _without_update(policy: str, state: State, new: State) -> State:
     """
     if policy == "stop":
         return state
-    is_clock = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
     moments = jax.tree.map(
-        lambda before, after: after if is_clock(after) else before,
+        lambda before, after: after if _is_clock(after) else before,
         state.optimizer,
         new.optimizer,
-        is_leaf=is_clock,
+        is_leaf=_is_clock,
     )
     return state._replace(step=new.step, optimizer=moments)
+
+
+def restart_clock(state: State) -> State:
+    """The state at the start of another schedule: its step is 0, its moments stay."""
+
+    def zero(x: jax.Array) -> jax.Array:
+        return jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
+
+    optimizer = jax.tree.map(
+        lambda node: node._replace(count=zero(node.count)) if _is_clock(node) else node,
+        state.optimizer,
+        is_leaf=_is_clock,
+    )
+    return state._replace(step=zero(state.step), optimizer=optimizer)
+
+
+def _is_clock(node: Any) -> bool:
+    """Whether it counts the steps of the learning rate's schedule."""
+    return isinstance(node, optax.ScaleByScheduleState)
 
 
 def _choose(condition: jax.Array | bool, a: State, b: State) -> State:

@@ -89,6 +89,19 @@ def check(path: str | os.PathLike[str], config: Config) -> bool:
     return True
 
 
+def prolong(path: str | os.PathLike[str], config: Config) -> None:
+    """Lets the run in `path` go on to the steps of `config`, if these are more.
+
+    Whether anything else differs is for `check` to say. The rest of a schedule is
+    stretched with the run, so its learning rate should be constant by now.
+    """
+    marker = pathlib.Path(path) / CONFIG
+    stored = _read(marker)
+    if stored["train"]["steps"] < config.train.steps:
+        stored["train"]["steps"] = config.train.steps
+        replace_file(marker, json.dumps(stored, indent=2) + "\n")
+
+
 def load_config(path: str | os.PathLike[str]) -> Config:
     """The config of the run in `path`."""
     marker = pathlib.Path(path) / CONFIG

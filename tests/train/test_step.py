@@ -18,6 +18,7 @@ from kimi_jax.train.step import (
     init_state,
     make_train_step,
     make_transform,
+    restart_clock,
 )
 from tests import tiny
 
@@ -198,3 +199,20 @@ def test_a_step_that_is_not_finite_changes_nothing():
     after, metrics = jax.jit(make_train_step(cfg, transform))(state, batch())
     assert not bool(metrics["finite"])
     chex.assert_trees_all_equal(after, state)
+
+
+def test_a_clock_that_starts_again_keeps_the_moments():
+    """Two steps of a schedule that halves: the first rate comes back, Adam goes on."""
+    transform = optax.chain(
+        optax.scale_by_adam(), optax.scale_by_schedule(lambda step: 0.5**step)
+    )
+    params = {"w": jnp.ones(3)}
+    state = State(jnp.zeros((), jnp.int32), params, {}, transform.init(params))
+    for _ in range(2):
+        _, moments = transform.update(params, state.optimizer)
+        state = state._replace(step=state.step + 1, optimizer=moments)
+    again = restart_clock(state)
+    adam, clock = again.optimizer
+    assert int(again.step) == int(clock.count) == 0 and clock.count.dtype == jnp.int32
+    chex.assert_trees_all_equal(adam, state.optimizer[0])
+    assert int(adam.count) == 2 and again.params is state.params

@@ -1,0 +1,26 @@
+"""A run may be made longer, and nothing else."""
+
+import json
+
+import pytest
+
+from kimi_jax.errors import UserError
+from kimi_jax.train import workdir
+from tests import tiny
+
+
+def test_a_run_can_be_made_longer(tmp_path):
+    short, long = tiny.make(), tiny.make("train.steps=8")
+    assert not workdir.claim(tmp_path, short)
+    with pytest.raises(UserError, match=r"config\.train\.steps: 4 in the workdir, 8"):
+        workdir.check(tmp_path, long)
+    workdir.prolong(tmp_path, long)
+    assert workdir.check(tmp_path, long)
+    # Not shorter again: that would be a run whose schedule it never had.
+    workdir.prolong(tmp_path, short)
+    assert json.loads((tmp_path / workdir.CONFIG).read_text())["train"]["steps"] == 8
+    # What else differs is still refused.
+    other = tiny.make("train.steps=16", "model.width=24")
+    workdir.prolong(tmp_path, other)
+    with pytest.raises(UserError, match=r"config\.model\.width: 16 in the workdir"):
+        workdir.check(tmp_path, other)
