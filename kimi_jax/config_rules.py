@@ -89,6 +89,7 @@ def _positive(config: Config) -> Iterator[str]:
             ),
         ),
         "alerts": (config.alerts, ("dead_steps",)),
+        "evaluation": (config.evaluation, ("examples", "batch_tokens", "max_length")),
     }
     for section, (values, names) in sizes.items():
         for name in names:
@@ -305,6 +306,9 @@ def _data(config: Config) -> Iterator[str]:
     twice = sorted({name for name in sources if sources.count(name) > 1})
     if twice:
         yield f"config.data.sources: {twice[0]!r} is named twice; name it once"
+    yield from _tasks(config.data)
+    if config.evaluation.seed < 0:
+        yield f"config.evaluation.seed={config.evaluation.seed}: must be 0 or more"
     if not config.data.tokenizer:
         yield "config.data.tokenizer='': write 'bytes' or the path of a tokenizer file"
     fraction = config.data.validation_fraction
@@ -318,6 +322,19 @@ def _data(config: Config) -> Iterator[str]:
         yield "config.mesh: only one axis may be -1, which takes the devices left over"
     if config.sample.temperature < 0.0:
         yield f"config.sample.temperature={config.sample.temperature}: must be >= 0"
+
+
+def _tasks(data: Data) -> Iterator[str]:
+    """Rules of sources that are generated tasks."""
+    tasks = [source for source in data.sources if source.startswith("task:")]
+    texts = [source for source in data.sources if source not in tasks]
+    if tasks and texts:
+        yield (
+            f"config.data.sources: {tasks[0]!r} is a generated task and {texts[0]!r} is "
+            "text; train on one kind"
+        )
+    if tasks and (data.strata or data.strata_mixture):
+        yield "config.data.strata: generated tasks have no lengths to tell apart; use ()"
 
 
 def _monitor(config: Config) -> Iterator[str]:

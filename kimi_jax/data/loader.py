@@ -6,6 +6,7 @@ grain reads ahead in a thread (`iterate`); without grain the same batches are ma
 the loop itself.
 
     data = make_data(stores, ...)       split, packing, mixture, and their figures
+    data = make_task_data(...)          the same of generated tasks
     for batch in iterate(data.train, start_step, stop_step): ...
     for batch in iterate(Reader(data.train, 1, 4), start_step, stop_step): ...
     for batch in iterate(data.validation, 0, len(data.validation)): ...
@@ -17,20 +18,23 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
 from kimi_jax.config import Config
 from kimi_jax.data import mixture, statistics
 from kimi_jax.data.build_store import Progress, prepare_store
+from kimi_jax.data.haystacks import load_haystack
 from kimi_jax.data.documents import Documents, TokenStore, hold_out
 from kimi_jax.data.parts import make_cells, make_pools
 from kimi_jax.data.permutation import permute
 from kimi_jax.data.store import check_vocabulary
+from kimi_jax.data.task_windows import EvalTasks, TaskWindows, is_task, make_tasks
 from kimi_jax.data.tokenizer import Tokenizer
 from kimi_jax.data.tokenizer_files import load_tokenizer
-from kimi_jax.data.windows import Batch, Pool, pack, padding_batch
+from kimi_jax.data.windows import Batch, Pool, Windows, pack, padding_batch, share_of
+from kimi_jax.tasks.text import Text
 
 UNIGRAM_TOKENS = 2**22
 
@@ -78,7 +82,7 @@ class TrainBatches:
       ValueError: a size below 1, a negative seed, or a batch larger than an epoch.
     """
 
-    parts: tuple[Pool, ...]
+    parts: tuple[Windows, ...]
     schedule: mixture.Schedule
     batch_size: int
     seed: int
@@ -112,7 +116,7 @@ class TrainBatches:
         """
         if step < 0:
             raise IndexError(f"step {step}, expected 0 or more")
-        mine = _share(self.batch_size, reader, readers)
+        mine = share_of(self.batch_size, reader, readers)
         index_B = step * self.batch_size + np.arange(mine.start, mine.stop)
         part_B, count_B = self.schedule.rows(index_B, self.seed)
         first = self.parts[0]
@@ -151,6 +155,7 @@ class EvalBatches:
     length: int
     max_batches: int
     pad: int
+    graded: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_sizes(self.batch_size, self.length, self.max_batches)
@@ -187,16 +192,28 @@ class EvalBatches:
         """
         if not 0 <= step < len(self):
             raise IndexError(f"batch {step} of {len(self)}; indices count from 0")
-        mine = _share(self.batch_size, reader, readers)
+        mine = share_of(self.batch_size, reader, readers)
         chosen = self.windows[step * self.batch_size :][: self.batch_size]
         return self.pool.read(chosen[mine.start : mine.stop], len(mine))
 
 
+class HeldOut(SharedSource, Source, Protocol):
+    """What validation reads: `EvalBatches`, or `task_windows.EvalTasks`."""
+
+    @property
+    def graded(self) -> bool:
+        """Targets are answers, so that it is worth counting those that are right."""
+
+    def at(self, length: int, batch_size: int) -> HeldOut: ...
+
+    def __len__(self) -> int: ...
+
+
 class Data(NamedTuple):
-    """Text made ready for training."""
+    """Text or tasks made ready for training."""
 
     train: TrainBatches
-    validation: EvalBatches
+    validation: HeldOut
     tokenizer: Tokenizer
     identity: dict[str, str]  # equal for a run that may go on with this text
     summary: dict[str, str | int | float]
@@ -215,11 +232,14 @@ def load_data(
       progress: of a source's name, gives what is told how far tokenising has come.
 
     Raises:
-      UserError: a source or the tokenizer cannot be read, or the vocabulary is small.
+      UserError: a source or the tokenizer cannot be read, the vocabulary is small, or
+        a task cannot be made.
       ValueError: see `make_data`.
     """
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     check_vocabulary(tokenizer, cfg.model.vocab_size)
+    if any(map(is_task, cfg.data.sources)):
+        return make_task_data(tokenizer, cfg)
     stores = [
         prepare_store(
             source,
@@ -289,7 +309,39 @@ def make_data(stores: Sequence[TokenStore], tokenizer: Tokenizer, cfg: Config) -
     return Data(batches, validation, tokenizer, identity, summary, figures)
 
 
-def unigram_entropy(source: EvalBatches, bytes_W: np.ndarray) -> float:
+def make_task_data(tokenizer: Tokenizer, cfg: Config) -> Data:
+    """Generated tasks in place of text: each row an instance, without end.
+
+    Instances to train on and to validate on come from streams of their own.
+    `cfg.data.mixture` says how often each task comes; empty: equally often.
+
+    Raises:
+      UserError: see `make_tasks`.
+    """
+    data, train = cfg.data, cfg.train
+    text = Text(tokenizer, load_haystack(data.haystack))
+    tasks = make_tasks(data.sources, text, train.seq_len)
+    parts = tuple(
+        TaskWindows((task,), train.seq_len, tokenizer.pad, data.seed, "training")
+        for task in tasks.values()
+    )
+    phases = mixture.combine(data.mixture or ((0.0, *[1.0] * len(parts)),), ())
+    schedule = mixture.make_schedule(phases, train.steps * train.batch_size)
+    batches = TrainBatches(parts, schedule, train.batch_size, data.seed)
+    held_out = TaskWindows(
+        tuple(tasks.values()), train.seq_len, tokenizer.pad, data.seed, "validation"
+    )
+    validation = EvalTasks(held_out, train.batch_size, train.eval_batches)
+    summary: dict[str, str | int | float] = {
+        "source": ", ".join(tasks),
+        "unigram_bits_per_byte": unigram_entropy(validation, tokenizer.bytes_per_token),
+    }
+    identity = {f"source {i}": name for i, name in enumerate(tasks)}
+    identity |= {"tokenizer": tokenizer.fingerprint, "haystack": text.haystack.digest}
+    return Data(batches, validation, tokenizer, identity, summary, [])
+
+
+def unigram_entropy(source: EvalBatches | EvalTasks, bytes_W: np.ndarray) -> float:
     """Entropy of the token frequencies, in bits a byte; specials do not count.
 
     What a model reaches that knows how often each token occurs and nothing else. At
@@ -302,6 +354,7 @@ def unigram_entropy(source: EvalBatches, bytes_W: np.ndarray) -> float:
       ValueError: the text is empty.
     """
     most = max(1, UNIGRAM_TOKENS // (64 * source.length))
+    most = min(most, source.max_batches) if source.graded else most
     text = dataclasses.replace(source, batch_size=64, max_batches=most)
     counts_W = np.zeros(len(bytes_W), np.int64)
     for step in range(len(text)):
@@ -345,16 +398,3 @@ def _check_sizes(*sizes: int) -> None:
         raise ValueError(
             f"batch_size, length and max_batches are {sizes}, expected 1 or more each"
         )
-
-
-def _share(batch_size: int, reader: int, readers: int) -> range:
-    """The rows of a batch that are `reader`'s."""
-    if not 0 <= reader < readers:
-        raise ValueError(f"reader {reader} of {readers}; readers count from 0")
-    if batch_size % readers:
-        raise ValueError(
-            f"batch_size={batch_size} rows cannot be dealt out to {readers} readers "
-            f"evenly; set config.train.batch_size to a multiple of {readers}"
-        )
-    size = batch_size // readers
-    return range(reader * size, (reader + 1) * size)

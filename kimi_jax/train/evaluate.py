@@ -22,6 +22,7 @@ from kimi_jax import sharding
 from kimi_jax.config import Config, Train
 from kimi_jax.data import loader
 from kimi_jax.modules import transformer
+from kimi_jax.ops.cross_entropy import chunked_predictions
 from kimi_jax.ops.segments import positions_in_segments
 from kimi_jax.train.batch import Batch, batch_shape, on_mesh
 from kimi_jax.train.step import State, token_losses
@@ -33,7 +34,7 @@ class _Length(NamedTuple):
     """How windows of one length are evaluated."""
 
     length: int
-    batches: loader.EvalBatches
+    batches: loader.HeldOut
     step: Callable[[State, Batch], dict[str, jax.Array]]
     upto_P: tuple[int, ...]  # the last position of each bin
 
@@ -59,11 +60,13 @@ class Evaluator:
         """Reads the state and changes nothing.
 
         Returns:
-          loss (nats a token), bits_per_byte and tokens at the training length; seconds;
-          and `lengths`, which holds for each length of windows:
+          loss (nats a token), bits_per_byte and tokens at the training length, and of
+          graded data accuracy, the share of answer tokens that are the likeliest;
+          seconds; and `lengths`, which holds for each length of windows:
 
-            loss, bits_per_byte, tokens
-            position_loss, position_tokens   by the last position of each bin
+            loss, bits_per_byte, tokens, accuracy
+            position_loss, position_tokens, position_accuracy
+                                             by the last position of each bin
             beyond_loss, beyond_bits_per_byte, beyond_tokens
                       at positions past the training length, if there are any
         """
@@ -75,15 +78,16 @@ class Evaluator:
             for length in self._lengths
         }
         first = lengths[str(self._train_length)]
-        whole = {name: first[name] for name in ("loss", "bits_per_byte", "tokens")}
+        names = ("loss", "bits_per_byte", "tokens", "accuracy")
+        whole = {name: first[name] for name in names if name in first}
         return {**whole, "seconds": time.monotonic() - started, "lengths": lengths}
 
     def _sums(self, length: _Length, state: State) -> Sums:
-        total = {name: np.zeros(len(length.upto_P)) for name in _SUMS}
+        total: Sums = {}
         for host in loader.iterate(length.batches, 0, len(length.batches)):
             sums = length.step(state, on_mesh(host, self._rows))
-            for name in _SUMS:
-                total[name] += np.asarray(sums[name], np.float64)
+            for name, value in sums.items():
+                total[name] = total.get(name, 0.0) + np.asarray(value, np.float64)
         return total
 
 
@@ -113,9 +117,15 @@ def rows_at(train: Train, multiple: int, shards: int) -> int:
 
 
 def make_eval_step(
-    cfg: Config, upto_P: tuple[int, ...], bytes_per_token: np.ndarray
+    cfg: Config,
+    upto_P: tuple[int, ...],
+    bytes_per_token: np.ndarray,
+    graded: bool = False,
 ) -> Callable[[State, Batch], dict[str, jax.Array]]:
-    """(state, batch) -> nats, tokens and bytes of text, summed in each bin [P]."""
+    """(state, batch) -> nats, tokens and bytes of text, summed in each bin [P].
+
+    With `graded`, also correct: the tokens that the model finds likeliest.
+    """
 
     def eval_step(state: State, batch: Batch) -> dict[str, jax.Array]:
         variables = {"params": state.params, "balance": state.balance}
@@ -133,11 +143,17 @@ def make_eval_step(
             # A masked sum, unlike a scatter, adds in the same order every time.
             return jnp.sum(jnp.where(in_bin_PBT, x_BT * weights_BT, 0), axis=(1, 2))
 
-        return {
+        sums = {
             "nats": by_bin(losses_BT),
             "tokens": by_bin(jnp.ones_like(weights_BT)),
             "bytes": by_bin(bytes_BT),
         }
+        if graded:
+            found_BT = chunked_predictions(
+                out.h_BTD, out.unembed_DW, chunk_size=cfg.train.loss_chunk
+            )
+            sums["correct"] = by_bin((found_BT == batch.targets_BT).astype(jnp.float32))
+        return sums
 
     return eval_step
 
@@ -153,6 +169,12 @@ def summarise(sums: Sums, upto_P: tuple[int, ...], train_length: int) -> dict[st
     nats_P, tokens_P = sums["nats"], sums["tokens"]
     record["position_loss"] = {str(upto[p]): nats_P[p] / tokens_P[p] for p in seen}
     record["position_tokens"] = {str(upto[p]): int(tokens_P[p]) for p in seen}
+    if "correct" in sums:
+        right_P = sums["correct"]
+        record["accuracy"] = float(right_P.sum() / max(tokens_P.sum(), 1.0))
+        record["position_accuracy"] = {
+            str(upto[p]): right_P[p] / tokens_P[p] for p in seen
+        }
     return record
 
 
@@ -178,7 +200,9 @@ def _prepare(
     batch_size = rows_at(cfg.train, multiple, sharding.row_shards(mesh))
     upto_P = position_bins(cfg.train.seq_len, length)
     step = jax.jit(
-        make_eval_step(cfg, upto_P, data.tokenizer.bytes_per_token),
+        make_eval_step(
+            cfg, upto_P, data.tokenizer.bytes_per_token, data.validation.graded
+        ),
         out_shardings=sharding.replicated(mesh),  # every process reads the sums
     )
     shape = dataclasses.replace(cfg.train, batch_size=batch_size, seq_len=length)
