@@ -2,7 +2,8 @@
 
 A spec is a name and dials, colons between them. A value that is a list, slashes between
 its items, stands for one task each: "needle:length=1K/4K:depth=0/0.5/1" are six. K and M
-are 1024 and 1024^2. In a list of specs commas lie between them.
+are 1024 and 1024^2. In a list of specs commas lie between them. "recall", "state" and
+"ruler" stand for each task of their kind: "ruler:length=4K".
 """
 
 from __future__ import annotations
@@ -39,6 +40,21 @@ TASKS: Mapping[str, tuple[type, Mapping[str, Any]]] = {
     "frequent_words": (FrequentWords, {}),
     "questions": (Questions, {}),
 }
+# One name for several: each of them, with the dials that are given.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "recall": ("mqar", "copy", "palindrome"),
+    "state": ("stack", "permutations"),
+    "ruler": (
+        "needle",
+        "needle_keys",
+        "needle_values",
+        "needle_queries",
+        "variables",
+        "common_words",
+        "frequent_words",
+        "questions",
+    ),
+}
 _SUFFIXES = {"K": 1024, "M": 1024**2}
 
 
@@ -66,8 +82,12 @@ def parse(
     """
     known = task_dials() if known is None else known
     name, *items = text.strip().split(":")
+    if name in GROUPS:
+        each = (":".join([member, *items]) for member in GROUPS[name])
+        return [spec for member in each for spec in parse(member, known)]
     if name not in known:
-        raise UserError(f"task {name!r} does not exist; {_nearest(name, [*known])}")
+        hint = _nearest(name, [*known, *GROUPS])
+        raise UserError(f"task {name!r} does not exist; {hint}")
     values: dict[str, list[Any]] = {}
     for item in items:
         dial, equals, listed = item.partition("=")

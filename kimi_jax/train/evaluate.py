@@ -73,7 +73,7 @@ class Evaluator:
         started = time.monotonic()
         lengths = {
             str(length.length): summarise(
-                self._sums(length, state), length.upto_P, self._train_length
+                _sum_up(length, state, self._rows), length.upto_P, self._train_length
             )
             for length in self._lengths
         }
@@ -82,13 +82,29 @@ class Evaluator:
         whole = {name: first[name] for name in names if name in first}
         return {**whole, "seconds": time.monotonic() - started, "lengths": lengths}
 
-    def _sums(self, length: _Length, state: State) -> Sums:
-        total: Sums = {}
-        for host in loader.iterate(length.batches, 0, len(length.batches)):
-            sums = length.step(state, on_mesh(host, self._rows))
-            for name, value in sums.items():
-                total[name] = total.get(name, 0.0) + np.asarray(value, np.float64)
-        return total
+
+def evaluate_length(
+    cfg: Config,
+    data: loader.Data,
+    mesh: jax.sharding.Mesh,
+    state: State,
+    multiple: int,
+) -> dict[str, Any]:
+    """The record of one length, as in the `lengths` of `Evaluator`; compiles for it."""
+    length = _prepare(cfg, data, mesh, state, multiple)
+    sums = _sum_up(length, state, sharding.batch_sharding(mesh))
+    return summarise(sums, length.upto_P, cfg.train.seq_len)
+
+
+def _sum_up(
+    length: _Length, state: State, rows: jax.sharding.NamedSharding
+) -> Sums:
+    total: Sums = {}
+    for host in loader.iterate(length.batches, 0, len(length.batches)):
+        sums = length.step(state, on_mesh(host, rows))
+        for name, value in sums.items():
+            total[name] = total.get(name, 0.0) + np.asarray(value, np.float64)
+    return total
 
 
 _SUMS = ("nats", "tokens", "bytes")
