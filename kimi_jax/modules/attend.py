@@ -17,7 +17,9 @@ from flax import linen as nn
 
 from kimi_jax import sharding
 from kimi_jax.modules import islands, parameters
+from kimi_jax.modules.cache import AXES, PAGES, Chunk
 from kimi_jax.ops import attention, context_attention
+from kimi_jax.ops.paged_attention import Where, paged_attention, write_pages
 
 # A caller asks by making this collection mutable; nothing is kept in it. It is a
 # question to the layers and no field of the model, which it does not change.
@@ -128,6 +130,72 @@ def _over_time(
     )
 
 
+def attend_cached(
+    module: nn.Module,
+    q_BTHK: jax.Array,
+    latents: Sequence[jax.Array],
+    expand: Expand,
+    weights: Sequence[jax.Array] = (),
+    *,
+    names: Sequence[str],
+    chunk: Chunk,
+    latent_axes: Sequence[sharding.Axes],
+    weight_axes: Sequence[sharding.Axes] = (),
+    **options: Any,
+) -> jax.Array:
+    """`attend` of new tokens to the past in the cache and to themselves.
+
+    Writes their latents to the module's pages `names` first. Latents of the past come
+    from there, in the dtype of the pages.
+    """
+    pools = [module.get_variable(PAGES, name) for name in names]
+    heads, lead = ("rows", None, "heads", None), (None, None)
+    pool_axes = [(*lead, *AXES[name]) for name in names]
+    o_BTHV, *pools = islands.island(
+        functools.partial(_local_cached, len(latents), expand, options),
+        q_BTHK,
+        *chunk.at,
+        *chunk.where,
+        *latents,
+        *pools,
+        *weights,
+        inputs=(
+            *(heads, (), (), ("rows", None), ("rows",), ("rows",)),
+            *(*latent_axes, *pool_axes, *weight_axes),
+        ),
+        outputs=(heads, *pool_axes),
+    )
+    for name, pool in zip(names, pools, strict=True):
+        module.put_variable(PAGES, name, pool)
+    return o_BTHV
+
+
+def _local_cached(
+    n: int,
+    expand: Expand,
+    options: dict[str, Any],
+    q_BTHK: jax.Array,
+    outer: jax.Array,
+    inner: jax.Array,
+    *rest: jax.Array,
+) -> tuple[jax.Array, ...]:
+    where, latents = Where(*rest[:3]), rest[3 : 3 + n]
+    pools, weights = rest[3 + n : 3 + 2 * n], rest[3 + 2 * n :]
+    at, axis = (outer, inner), islands.axis_if_split("context")
+    pools = tuple(
+        write_pages(pool, at, new, where, axis)
+        for pool, new in zip(pools, latents, strict=True)
+    )
+
+    def expand_cast(latents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return expand(weights, [x.astype(q_BTHK.dtype) for x in latents])
+
+    o_BTHV = paged_attention(
+        q_BTHK, pools, at, where, expand_cast, axis=axis, **options
+    )
+    return o_BTHV, *pools
+
+
 def keys_and_values(
     _: Any, latents: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
@@ -151,3 +219,15 @@ def split_latent(
     pe = k_pe_BTGK.shape[-1]
     k_pe_BTHK = jnp.broadcast_to(k_pe_BTGK, (*k_nope_BTHK.shape[:-1], pe))
     return jnp.concatenate([k_nope_BTHK, k_pe_BTHK], axis=-1), v_BTHV
+
+
+def absorbed_latent(
+    _: Any, latents: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The `expand` of absorbed MLA: one key head, the latent with the shared channels.
+
+    Its queries are multiplied by the key half of kv_b, and its outputs by the other.
+    """
+    latent_BTR, k_pe_BTGK = latents
+    latent_BTGR = latent_BTR[:, :, None]
+    return jnp.concatenate([latent_BTGR, k_pe_BTGK], axis=-1), latent_BTGR

@@ -8,8 +8,9 @@ from flax import linen as nn
 
 from kimi_jax import config
 from kimi_jax.modules import parameters
-from kimi_jax.modules.attend import attend, keys_and_values
-from kimi_jax.ops.rotary import rotate_pair
+from kimi_jax.modules.attend import attend, attend_cached, keys_and_values
+from kimi_jax.modules.cache import Chunk
+from kimi_jax.ops.rotary import rotate_pair, rotate_pair_from
 
 
 class GroupedQueryAttention(nn.Module):
@@ -18,7 +19,12 @@ class GroupedQueryAttention(nn.Module):
     model: config.Model
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        chunk: Chunk | None = None,
+    ) -> jax.Array:
         cfg, model = self.model.gqa, self.model
         D, H, G, K = model.width, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
 
@@ -29,17 +35,26 @@ class GroupedQueryAttention(nn.Module):
             return jnp.einsum("btd,dhk->bthk", x_BTD, w_DHK)
 
         q_BTHK, k_BTGK, v_BTGK = project("q", H), project("k", G), project("v", G)
-        if cfg.positions == "rope":
+        if cfg.positions == "rope" and chunk is None:
             q_BTHK, k_BTGK = rotate_pair(q_BTHK, k_BTGK, segment_ids_BT, cfg.rope_base)
-        o_BTHK = attend(
-            self,
-            q_BTHK,
-            (k_BTGK, v_BTGK),
-            keys_and_values,
-            latent_axes=(("rows", "time", "heads", None),) * 2,
-            scale=K**-0.5,
-            segment_ids_BT=segment_ids_BT,
-            block_size=cfg.block_size,
-        )
+        elif cfg.positions == "rope":
+            start_B = chunk.where.start_B
+            q_BTHK, k_BTGK = rotate_pair_from(q_BTHK, k_BTGK, start_B, cfg.rope_base)
+        inputs = (q_BTHK, (k_BTGK, v_BTGK), keys_and_values)
+        options = {"scale": K**-0.5, "block_size": cfg.block_size}
+        if chunk is None:
+            axes = (("rows", "time", "heads", None),) * 2
+            o_BTHK = attend(
+                self,
+                *inputs,
+                latent_axes=axes,
+                segment_ids_BT=segment_ids_BT,
+                **options,
+            )
+        else:
+            axes = (("rows", None, "heads", None),) * 2
+            o_BTHK = attend_cached(
+                self, *inputs, names="kv", chunk=chunk, latent_axes=axes, **options
+            )
         o_HKD = parameters.matrix(self, "o", (H, K, D), model.init_std, model.dtype)
         return jnp.einsum("bthk,hkd->btd", o_BTHK.astype(x_BTD.dtype), o_HKD)

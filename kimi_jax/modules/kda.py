@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from kimi_jax import config
+from kimi_jax import config, sharding
 from kimi_jax.modules import islands, parameters
+from kimi_jax.modules.cache import AXES, STATES, Chunk
 from kimi_jax.ops import decay
 from kimi_jax.ops.context import from_rank
 from kimi_jax.ops.context_conv import context_short_conv
 from kimi_jax.ops.context_kda import context_kda
 from kimi_jax.ops.conv import short_conv
 from kimi_jax.ops.norms import gated_rms_norm
-from pallas_kernels.kda import kda
+from pallas_kernels.kda import kda, kda_step
 
 
 class KimiDeltaAttention(nn.Module):
@@ -31,7 +32,12 @@ class KimiDeltaAttention(nn.Module):
     model: config.Model
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        chunk: Chunk | None = None,
+    ) -> jax.Array:
         cfg, model = self.model.kda, self.model
         H, K, V = cfg.num_heads, cfg.key_dim, cfg.value_dim
         q_BTHK, k_BTHK, v_BTHV = (
@@ -43,34 +49,9 @@ class KimiDeltaAttention(nn.Module):
             "btd,dh->bth", x_BTD, self._matrix("beta", (model.width, H))
         )
         a_log_H, dt_bias_HK, g_BTHK = self._decay(x_BTD)
-        observing = parameters.observing(self)
-        channels, per_head = ("rows", "time", "heads", None), ("rows", "time", "heads")
-        ids_axes = None if segment_ids_BT is None else ("rows", "time")
-        o_BTHV, square_B = islands.island(
-            functools.partial(_mix, cfg, observing),
-            *(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH),
-            *(a_log_H, dt_bias_HK, segment_ids_BT, *convs),
-            inputs=(
-                *(channels,) * 4,
-                per_head,
-                ("heads",),
-                ("heads", None),
-                ids_axes,
-                *(("heads", None, None),) * len(convs),
-            ),
-            outputs=(channels, ("rows",)),
-        )
-        if observing:
-            observed = decay.observe(
-                g_BTHK,
-                beta_BTH,
-                square_B,
-                segment_ids_BT,
-                a_log_H=a_log_H,
-                dt_bias=dt_bias_HK.reshape(H * K),
-                lower_bound=_lower_bound(cfg),
-            )
-            parameters.sow_stats(self, observed)
+        inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, a_log_H, dt_bias_HK)
+        mix = self._mix if chunk is None else functools.partial(self._extend, chunk)
+        o_BTHV = mix(inputs, segment_ids_BT, convs)
         o_BTHV = gated_rms_norm(
             o_BTHV,
             self._output_gate(x_BTD),
@@ -79,6 +60,63 @@ class KimiDeltaAttention(nn.Module):
         )
         o_HVD = self._matrix("o", (H, V, model.width))
         return jnp.einsum("bthv,hvd->btd", o_BTHV.astype(x_BTD.dtype), o_HVD)
+
+    def _mix(
+        self,
+        inputs: Sequence[jax.Array],
+        segment_ids_BT: jax.Array | None,
+        convs: Sequence[jax.Array],
+    ) -> jax.Array:
+        """o_BTHV of whole sequences; sows what is observed of decays and states."""
+        cfg = self.model.kda
+        observing = parameters.observing(self)
+        o_BTHV, square_B = islands.island(
+            functools.partial(_mix, cfg, observing),
+            *(*inputs, segment_ids_BT, *convs),
+            inputs=(
+                *_input_axes("time"),
+                None if segment_ids_BT is None else ("rows", "time"),
+                *(_CONV,) * len(convs),
+            ),
+            outputs=(("rows", "time", "heads", None), ("rows",)),
+        )
+        if observing:
+            _, _, _, g_BTHK, beta_BTH, a_log_H, dt_bias_HK = inputs
+            observed = decay.observe(
+                g_BTHK,
+                beta_BTH,
+                square_B,
+                segment_ids_BT,
+                a_log_H=a_log_H,
+                dt_bias=dt_bias_HK.reshape(-1),
+                lower_bound=_lower_bound(cfg),
+            )
+            parameters.sow_stats(self, observed)
+        return o_BTHV
+
+    def _extend(
+        self,
+        chunk: Chunk,
+        inputs: Sequence[jax.Array],
+        segment_ids_BT: jax.Array,
+        convs: Sequence[jax.Array],
+    ) -> jax.Array:
+        """o_BTHV of tokens that go on from the states in the cache, which move on."""
+        names = ["state", *("q_tail", "k_tail", "v_tail")[: len(convs)]]
+        stacks = [self.get_variable(STATES, name) for name in names]
+        axes = [AXES[name] for name in names]
+        o_BTHV, *moved = islands.island(
+            functools.partial(_extend, self.model.kda, len(convs)),
+            *(*inputs, segment_ids_BT, *convs, *(x[chunk.at] for x in stacks)),
+            inputs=(
+                *(*_input_axes(None), ("rows", None)),
+                *(*(_CONV,) * len(convs), *axes),
+            ),
+            outputs=(("rows", None, "heads", None), *axes),
+        )
+        for name, stack, new in zip(names, stacks, moved, strict=True):
+            self.put_variable(STATES, name, stack.at[chunk.at].set(new))
+        return o_BTHV
 
     def _matrix(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         return parameters.matrix(
@@ -131,6 +169,16 @@ class KimiDeltaAttention(nn.Module):
         return None
 
 
+_CONV: sharding.Axes = ("heads", None, None)
+
+
+def _input_axes(time: str | None) -> tuple[sharding.Axes, ...]:
+    """Of q, k, v, g, beta, A_log and dt_bias."""
+    channels: sharding.Axes = ("rows", time, "heads", None)
+    per_head: sharding.Axes = ("rows", time, "heads")
+    return (*(channels,) * 4, per_head, ("heads",), ("heads", None))
+
+
 def _lower_bound(cfg: config.KDA) -> float | None:
     return cfg.gate_lower_bound if cfg.gate == "bounded" else None
 
@@ -168,16 +216,10 @@ def _mix(
         *(nn.silu(x) for x in (q_BTHK, k_BTHK, v_BTHV)),
         g_BTHK,
         beta_BTH,
-        A_log=a_log_H,
-        dt_bias=dt_bias_HK.reshape(-1),
-        lower_bound=_lower_bound(cfg),
         segment_ids=segment_ids_BT,
         output_final_state=observing,
-        use_gate_in_kernel=True,
-        use_qk_l2norm=True,
-        use_beta_sigmoid=True,
         chunk_size=cfg.chunk_size,
-        implementation=cfg.implementation,
+        **_settings(cfg, a_log_H, dt_bias_HK),
     )
     if state_BHKV is None:
         return o_BTHV, jnp.zeros(q_BTHK.shape[0], jnp.float32)
@@ -188,3 +230,62 @@ def _mix(
     if axis is not None:
         square_B = from_rank(square_B, jax.lax.axis_size(axis) - 1, axis)
     return o_BTHV, square_B
+
+
+def _extend(
+    cfg: config.KDA,
+    num_convs: int,
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHV: jax.Array,
+    g_BTHK: jax.Array,
+    beta_BTH: jax.Array,
+    a_log_H: jax.Array,
+    dt_bias_HK: jax.Array,
+    ids_BT: jax.Array,
+    *rest: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """o_BTHV, and what remains of the state and the tails after the last real token.
+
+    `ids_BT` is 1 for the new tokens of a row and 0 for the padding behind them. All of
+    the time is on this device.
+    """
+    convs, state_BHKV, tails = rest[:num_convs], rest[num_convs], rest[num_convs + 1 :]
+    mixed = [q_BTHK, k_BTHK, v_BTHV]
+    if convs:
+        made = [
+            short_conv(x, w_HKW.astype(x.dtype), ids_BT, tail, output_tail=True)
+            for x, w_HKW, tail in zip(mixed, convs, tails, strict=True)
+        ]
+        mixed, tails = zip(*made, strict=True)
+    mixed = [nn.silu(x) for x in mixed]
+    settings = _settings(cfg, a_log_H, dt_bias_HK)
+    if ids_BT.shape[1] > 1:
+        o_BTHV, state_BHKV = kda(
+            *(*mixed, g_BTHK, beta_BTH),
+            initial_state=state_BHKV,
+            segment_ids=ids_BT,
+            output_final_state=True,
+            chunk_size=cfg.chunk_size,
+            **settings,
+        )
+        return o_BTHV, state_BHKV, *tails
+    now = [x[:, 0] for x in (*mixed, g_BTHK, beta_BTH)]
+    o_BHV, moved_BHKV = kda_step(*now, state_BHKV, **settings)
+    real_B111 = ids_BT[:, :, None, None] > 0
+    return o_BHV[:, None], jnp.where(real_B111, moved_BHKV, state_BHKV), *tails
+
+
+def _settings(
+    cfg: config.KDA, a_log_H: jax.Array, dt_bias_HK: jax.Array
+) -> dict[str, Any]:
+    """What `kda` and `kda_step` are told alike."""
+    return {
+        "A_log": a_log_H,
+        "dt_bias": dt_bias_HK.reshape(-1),
+        "lower_bound": _lower_bound(cfg),
+        "use_gate_in_kernel": True,
+        "use_qk_l2norm": True,
+        "use_beta_sigmoid": True,
+        "implementation": cfg.implementation,
+    }

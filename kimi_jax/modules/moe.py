@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -22,6 +24,9 @@ from kimi_jax.ops.routing import (
     router_scores,
 )
 
+# A caller asks for each token's experts by making this collection mutable.
+ROUTES = "routes"
+
 
 class LatentMoE(nn.Module):
     """x_BTD -> y_BTD: shared experts on x plus routed experts in a narrower latent.
@@ -34,13 +39,19 @@ class LatentMoE(nn.Module):
     model: config.Model
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        infer: bool = False,
+    ) -> jax.Array:
+        """`infer`: no slot is dropped, so that a row cannot feel the others."""
         moe, D = self.model.moe, self.model.width
         z_BTL = x_BTD
         if moe.latent_width is not None:
             z_BTL = x_BTD @ self._matrix("latent_down", (D, moe.latent_width))
         u_BTL = self._routed(
-            z_BTL, x_BTD if moe.router_input == "full" else z_BTL, segment_ids_BT
+            z_BTL, x_BTD if moe.router_input == "full" else z_BTL, segment_ids_BT, infer
         )
         if moe.latent_norm:
             gain_L = parameters.gain(self, "latent_norm", z_BTL.shape[-1])
@@ -56,7 +67,11 @@ class LatentMoE(nn.Module):
         return y_BTD
 
     def _routed(
-        self, z_BTL: jax.Array, r_BTD: jax.Array, segment_ids_BT: jax.Array | None
+        self,
+        z_BTL: jax.Array,
+        r_BTD: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        infer: bool,
     ) -> jax.Array:
         """The routed experts' u_BTL; sows what balancing needs to know.
 
@@ -68,9 +83,10 @@ class LatentMoE(nn.Module):
         shape = (r_BTD.shape[-1], E)
         observing = parameters.observing(self)
         zeros = nn.initializers.zeros
-        tokens = ("rows", "time", None)
-        u_BTL, observed = islands.island(
-            functools.partial(_route_and_compute, self.model, observing),
+        time = None if infer else "time"
+        tokens = ("rows", time, None)
+        u_BTL, routes_BTA, observed = islands.island(
+            functools.partial(_route_and_compute, self.model, observing, infer),
             z_BTL,
             r_BTD,
             segment_ids_BT,
@@ -82,17 +98,20 @@ class LatentMoE(nn.Module):
             inputs=(
                 tokens,
                 tokens,
-                None if segment_ids_BT is None else ("rows", "time"),
+                None if segment_ids_BT is None else ("rows", time),
                 (None, None),
                 (None,),
                 ("experts", None, "hidden"),
                 ("experts", None, "hidden"),
                 ("experts", "hidden", None),
             ),
-            outputs=(tokens, _observed_axes(moe.balancing.method, observing)),
-            check=True,
+            outputs=(tokens, tokens, _observed_axes(moe.balancing.method, observing)),
+            # The ranks of a context axis that share their tokens could not prove it.
+            check=not infer,
         )
         parameters.sow_stats(self, observed)
+        if self.is_mutable_collection(ROUTES):
+            self.sow(ROUTES, "routes_BTA", routes_BTA, lambda _, x: x, lambda: None)
         return u_BTL
 
     def _matrix(self, name: str, shape: tuple[int, ...]) -> jax.Array:
@@ -104,14 +123,19 @@ class LatentMoE(nn.Module):
 def _route_and_compute(
     model: config.Model,
     observing: bool,
+    infer: bool,
     z_BTL: jax.Array,
     r_BTD: jax.Array,
     segment_ids_BT: jax.Array | None,
     router_DE: jax.Array,
     bias_E: jax.Array,
     *experts: jax.Array,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """u_BTL of this device's tokens, and what was observed of those of all devices."""
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """u_BTL and the experts of this device's tokens, what was observed of all tokens.
+
+    With `infer` the ranks of a context axis are given the same tokens. Each of them
+    routes all, which costs as many times the work of the experts.
+    """
     moe = model.moe
     z_NL, r_ND = (x.reshape(-1, x.shape[-1]) for x in (z_BTL, r_BTD))
     mask_N = None if segment_ids_BT is None else segment_ids_BT.reshape(-1) > 0
@@ -126,7 +150,7 @@ def _route_and_compute(
         up_ELF,
         down_EFL,
         activation(model.ffn),
-        _options(moe),
+        _options(moe, infer),
     )
     observed: dict[str, jax.Array] = {}
     if observing:
@@ -142,7 +166,8 @@ def _route_and_compute(
             method.method, routing, scores_NE, bias_E, bins=method.bins, axes=axes
         )
         observed |= {**undone, "hidden_max": hidden_max}
-    return made.y_NL.reshape(z_BTL.shape), observed
+    routes_BTA = routing.experts_NA.reshape(*z_BTL.shape[:2], -1)
+    return made.y_NL.reshape(z_BTL.shape), routes_BTA, observed
 
 
 def _route(
@@ -156,8 +181,21 @@ def _route(
     return route_top_k(scores_NE, bias_E, active=active, scale=scale, mask_N=mask_N)
 
 
-def _options(moe: config.MoE) -> Options:
+def _options(moe: config.MoE, infer: bool) -> Options:
     mesh = sharding.context_mesh()
+    if infer:
+        # Room for all slots of all devices on one: nothing is ever dropped.
+        devices = (
+            1 if mesh is None else math.prod(mesh.shape[a] for a in sharding.EXPERTS)
+        )
+        moe = dataclasses.replace(
+            moe,
+            dispatch="ragged",
+            capacity_factor=float(devices),
+            implementation=None
+            if moe.implementation == "padded"
+            else moe.implementation,
+        )
     return Options(
         moe.dispatch,
         None if mesh is None else sharding.EXPERTS,

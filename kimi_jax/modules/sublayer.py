@@ -16,6 +16,7 @@ from flax import linen as nn
 
 from kimi_jax import config
 from kimi_jax.modules import parameters
+from kimi_jax.modules.cache import Chunk
 from kimi_jax.modules.gqa import GroupedQueryAttention
 from kimi_jax.modules.kda import KimiDeltaAttention
 from kimi_jax.modules.mla import MultiHeadLatentAttention
@@ -76,21 +77,32 @@ class ReadResidual(nn.Module):
 
 
 class Sublayer(nn.Module):
-    """Stream -> Stream with one layer of `kind` applied."""
+    """Stream -> Stream with one layer of `kind` applied.
+
+    With `chunk`, the tokens go on where the cache, in the layer's variables, ends; the
+    cache is updated there.
+    """
 
     model: config.Model
     kind: str
 
     @nn.compact
-    def __call__(self, stream: Stream, segment_ids_BT: jax.Array | None) -> Stream:
+    def __call__(
+        self,
+        stream: Stream,
+        segment_ids_BT: jax.Array | None,
+        chunk: Chunk | None = None,
+    ) -> Stream:
         model = self.model
         h_BTD = ReadResidual(model, name="residual")(stream, segment_ids_BT)
         gain_D = parameters.gain(self, "norm", model.width)
         x_BTD = rms_norm(h_BTD, gain_D, model.norm_eps)
         if self.kind in ATTENTION:
-            y_BTD = ATTENTION[self.kind](model, name=self.kind)(x_BTD, segment_ids_BT)
+            layer = ATTENTION[self.kind](model, name=self.kind)
+            y_BTD = layer(x_BTD, segment_ids_BT, chunk)
         elif self.kind == "moe":
-            y_BTD = LatentMoE(model, name="moe")(x_BTD, segment_ids_BT)
+            infer = chunk is not None
+            y_BTD = LatentMoE(model, name="moe")(x_BTD, segment_ids_BT, infer)
         else:
             y_BTD = MLP(model, model.ffn.width, name="mlp")(x_BTD, segment_ids_BT)
         return stream._replace(

@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import traverse_util
 
 from kimi_jax import layout, sharding
 from kimi_jax.config import Model
-from kimi_jax.modules import attend, parameters
+from kimi_jax.modules import attend, moe, parameters
+from kimi_jax.modules.cache import PAGES, STATES, Cache, Chunk
 from kimi_jax.modules.sublayer import (
     BlockStart,
     ReadResidual,
@@ -33,6 +35,7 @@ from kimi_jax.modules.sublayer import (
     start_stream,
 )
 from kimi_jax.ops.norms import rms_norm
+from kimi_jax.ops.paged_attention import Where
 
 Variables = dict[str, Any]
 
@@ -132,71 +135,153 @@ def apply(
       max_logits: softmax attention also reports max_logit_H, the largest logit of each
         head over the batch, among the statistics. Takes `observe`.
     """
-    stats: dict[str, Any] = {}
     asked = {"stats": observe, attend.MAX_LOGITS: observe and max_logits}
     collections = tuple(name for name, wanted in asked.items() if wanted)
-    x_BTD, _ = _call(Embedding(model), _sub(variables, "embedding"), tokens_BT)
-    x_BTD = sharding.constrain(x_BTD, "rows", "time", None)
-    stream = start_stream(model, layout.num_blocks(model), x_BTD)
-    for s, stage in enumerate(layout.plan(model)):
-        name = layout.stage_name(s)
-
-        def body(stream: Stream, own: Variables, stage=stage) -> tuple[Stream, Any]:
-            return _blocks(
-                model, stage.blocks, own, stream, segment_ids_BT, remat, collections
-            )
-
-        if remat in ("block", "nested"):
-            # In a scan no two iterations share anything, so CSE needs no barrier.
-            body = jax.checkpoint(body, prevent_cse=False)
-        stream, stats[name] = jax.lax.scan(body, stream, _sub(variables, name))
-    (h_BTD, unembed_DW), stats["output"] = _call(
-        Output(model),
-        _sub(variables, "output"),
-        stream,
-        segment_ids_BT,
-        collections=collections,
-    )
-    return Forward(h_BTD, unembed_DW, stats)
+    depth = _Depth(model, segment_ids_BT, remat, collections)
+    return depth.run(variables, tokens_BT, {})[0]
 
 
-def _blocks(
+def extend(
     model: Model,
-    blocks: tuple[layout.Block, ...],
     variables: Variables,
-    stream: Stream,
-    segment_ids_BT: jax.Array | None,
-    remat: str,
-    collections: tuple[str, ...],
-) -> tuple[Stream, Any]:
-    """A few residual blocks one after the other: the body of the outer scan."""
-    stats: dict[str, Any] = {}
-    for b, block in enumerate(blocks):
-        own = _sub(variables, layout.start_name(b))
-        stream, _ = _call(BlockStart(model), own, stream)
-        for r, run in enumerate(block):
-            name = layout.run_name(b, r)
-            bank = stream.bank
+    tokens_BT: jax.Array,
+    count_B: jax.Array,
+    cache: Cache,
+    *,
+    routes: bool = False,
+) -> tuple[Forward, Cache]:
+    """Reads the next tokens of every row: a chunk of a prompt, or one to decode.
 
-            def unit(running: Any, own: Variables, bank=bank, run=run) -> Any:
-                stream, stats = Stream(running[0], running[1], bank, None), {}
-                for position, kind in enumerate(run.unit):
-                    name = layout.sublayer_name(position)
-                    stream, stats[name] = _call(
-                        Sublayer(model, kind),
-                        _sub(own, name),
-                        stream,
-                        segment_ids_BT,
-                        collections=collections,
+    Rows are independent of each other and of how their tokens are cut into calls, up to
+    rounding. No expert drops a token. Not differentiable through softmax attention.
+
+    Args:
+      tokens_BT: int ids, T >= 1.
+      count_B: int32, how many of them each row reads, 0 to T; the rest is padding.
+      cache: what was read before, with pages for the new tokens in its table.
+      routes: stats also hold routes_BTA of every layer with experts, the experts that
+        each token used; num_experts stands for none.
+
+    Returns:
+      The hidden states of the new tokens, and the cache that holds them as well.
+    """
+    t_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+    segment_ids_BT = (t_T < count_B[:, None]).astype(jnp.int32)
+    collections = (STATES, PAGES) + ((moe.ROUTES,) if routes else ())
+    where = Where(cache.table_BM, cache.length_B, count_B)
+    depth = _Depth(model, segment_ids_BT, "none", collections, where)
+    memory = {STATES: cache.states, PAGES: cache.pages}
+    out, memory = depth.run(variables, tokens_BT, memory)
+    read_B = cache.length_B + count_B
+    return out, Cache(memory[STATES], memory[PAGES], cache.table_BM, read_B)
+
+
+class _Depth(NamedTuple):
+    """The way down the layers, and what all of them are told.
+
+    `memory` is the part of the cache that belongs to a subtree, by collection; empty
+    without a cache. Scans carry it whole, and layers change their own rows of it, so
+    that it is updated in place.
+    """
+
+    model: Model
+    segment_ids_BT: jax.Array | None
+    remat: str
+    collections: tuple[str, ...]  # that layers may write to
+    where: Where | None = None  # the new tokens stand; None: no cache
+
+    def run(
+        self, variables: Variables, tokens_BT: jax.Array, memory: Variables
+    ) -> tuple[Forward, Variables]:
+        """The forward pass, and the memory after it."""
+        model, stats = self.model, {}
+        x_BTD, _ = _call(Embedding(model), _sub(variables, "embedding"), tokens_BT)
+        time = "time" if self.where is None else None
+        x_BTD = sharding.constrain(x_BTD, "rows", time, None)
+        stream = start_stream(model, layout.num_blocks(model), x_BTD)
+        for s, stage in enumerate(layout.plan(model)):
+            name = layout.stage_name(s)
+
+            def body(carry: Any, own: Any, stage=stage) -> tuple[Any, Any]:
+                return self._blocks(stage.blocks, *own, *carry)
+
+            if self.remat in ("block", "nested"):
+                # In a scan no two iterations share anything: CSE needs no barrier.
+                body = jax.checkpoint(body, prevent_cse=False)
+            own = (_sub(variables, name), self._count(stage.repeats))
+            carry = (stream, _sub(memory, name))
+            (stream, new), stats[name] = jax.lax.scan(body, carry, own)
+            memory = _put(memory, name, new)
+        (h_BTD, unembed_DW), sown = _call(
+            Output(model),
+            _sub(variables, "output"),
+            stream,
+            self.segment_ids_BT,
+            collections=self.collections,
+        )
+        stats["output"] = _stats(sown)
+        return Forward(h_BTD, unembed_DW, stats), memory
+
+    def _blocks(
+        self,
+        blocks: tuple[layout.Block, ...],
+        variables: Variables,
+        outer: jax.Array | None,
+        stream: Stream,
+        memory: Variables,
+    ) -> tuple[Any, Any]:
+        """A few residual blocks one after the other: the body of the outer scan."""
+        stats: dict[str, Any] = {}
+        for b, block in enumerate(blocks):
+            own = _sub(variables, layout.start_name(b))
+            stream, _ = _call(BlockStart(self.model), own, stream)
+            for r, run in enumerate(block):
+                name = layout.run_name(b, r)
+
+                def unit(carry: Any, own: Any, bank=stream.bank, run=run) -> Any:
+                    partial_BTD, has_partial, memory = carry
+                    stream = Stream(partial_BTD, has_partial, bank, None)
+                    stream, memory, stats = self._unit(
+                        run.unit, own[0], (outer, own[1]), stream, memory
                     )
-                return (stream.partial_BTD, stream.has_partial), stats
+                    return (stream.partial_BTD, stream.has_partial, memory), stats
 
-            if remat in ("unit", "nested"):
-                unit = jax.checkpoint(unit, prevent_cse=False)
-            running = (stream.partial_BTD, stream.has_partial)
-            running, stats[name] = jax.lax.scan(unit, running, _sub(variables, name))
-            stream = stream._replace(partial_BTD=running[0], has_partial=running[1])
-    return stream, stats
+                if self.remat in ("unit", "nested"):
+                    unit = jax.checkpoint(unit, prevent_cse=False)
+                own = (_sub(variables, name), self._count(run.repeats))
+                carry = (stream.partial_BTD, stream.has_partial, _sub(memory, name))
+                carry, stats[name] = jax.lax.scan(unit, carry, own)
+                stream = stream._replace(partial_BTD=carry[0], has_partial=carry[1])
+                memory = _put(memory, name, carry[2])
+        return (stream, memory), stats
+
+    def _unit(
+        self,
+        kinds: tuple[str, ...],
+        variables: Variables,
+        at: tuple[Any, Any],
+        stream: Stream,
+        memory: Variables,
+    ) -> tuple[Stream, Variables, Any]:
+        """A few sublayers: the body of the inner scan."""
+        stats: dict[str, Any] = {}
+        chunk = None if self.where is None else Chunk(at, self.where)
+        for position, kind in enumerate(kinds):
+            name = layout.sublayer_name(position)
+            stream, sown = _call(
+                Sublayer(self.model, kind),
+                _sub(variables, name) | _sub(memory, name),
+                stream,
+                self.segment_ids_BT,
+                chunk,
+                collections=self.collections,
+            )
+            stats[name] = _stats(sown)
+            memory = _put(memory, name, sown)
+        return stream, memory, stats
+
+    def _count(self, repeats: int) -> jax.Array | None:
+        return None if self.where is None else jnp.arange(repeats)
 
 
 def logits(h_ND: jax.Array, unembed_DW: jax.Array) -> jax.Array:
@@ -211,9 +296,17 @@ def _call(
     *inputs: Any,
     collections: tuple[str, ...] = (),
 ) -> tuple[Any, Any]:
-    """(result, what was sown) of a module."""
+    """(result, what was written to `collections`) of a module."""
     result, sown = module.apply(variables, *inputs, mutable=list(collections))
-    return result, sown.get("stats", {})
+    return result, sown
+
+
+def _stats(sown: Variables) -> Variables:
+    """What a module reported, whichever collection was asked for."""
+    flat: dict[Any, Any] = {}
+    for name in ("stats", moe.ROUTES):
+        flat |= traverse_util.flatten_dict(sown.get(name, {}))
+    return traverse_util.unflatten_dict(flat)
 
 
 def _init(module: nn.Module, key: jax.Array, *inputs: Any) -> Variables:
@@ -223,6 +316,13 @@ def _init(module: nn.Module, key: jax.Array, *inputs: Any) -> Variables:
 def _sub(variables: Variables, name: str) -> Variables:
     """The variables of the child `name`, in every collection that has some."""
     return {c: tree[name] for c, tree in variables.items() if name in tree}
+
+
+def _put(memory: Variables, name: str, new: Variables) -> Variables:
+    """`memory` with the child `name` replaced in the collections that have it."""
+    return {
+        c: tree | {name: new[c]} if name in tree else tree for c, tree in memory.items()
+    }
 
 
 def _store(variables: Variables, path: str, drawn: Variables) -> None:

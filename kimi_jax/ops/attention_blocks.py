@@ -22,7 +22,7 @@ class Rows(NamedTuple):
 
     q_BRGK: Array
     start_BR: Array | None
-    last_1R: Array
+    last_1R: Array  # [B, R] where rows of the batch differ
 
 
 class RowCotangents(NamedTuple):
@@ -48,7 +48,8 @@ def block_and_padding(T: int, block_size: int) -> tuple[int, int]:
 def rows_of(q_BTHK: Array, groups: int, start_BT: Array | None, last_T: Array) -> Rows:
     M = q_BTHK.shape[2] // groups
     start_BR = None if start_BT is None else jnp.repeat(start_BT, M, axis=1)
-    return Rows(_merge(q_BTHK, groups), start_BR, jnp.repeat(last_T, M)[None])
+    last_1R = jnp.repeat(jnp.atleast_2d(last_T), M, axis=1)
+    return Rows(_merge(q_BTHK, groups), start_BR, last_1R)
 
 
 def row_cotangents(
@@ -142,7 +143,7 @@ def block_grads(blocks, cotangents, k_BTGK, v_BTGV, spans, scale):
 def tile(rows, k_BCGK, v_BCGV, offset, scale, pieces=None):
     """Row max, row sum, unnormalised output: over this tile and those in `pieces`.
 
-    `offset` is the index of the tile's first key.
+    `offset` is the index of the tile's first key, or the indices [C] of its keys.
     """
     s_BGRC = _scores(rows, k_BCGK, offset, scale)
     max_BGR = jnp.max(s_BGRC, axis=-1)
@@ -182,7 +183,9 @@ def _scores(rows, k_BCGK, offset, scale):
     """Scaled scores [B, G, R, C] of one tile, -inf where a row may not look."""
     q_BRGK, start_BR, last_1R = rows
     s_BGRC = _einsum("brgk,bcgk->bgrc", q_BRGK, k_BCGK) * scale
-    s_1C = offset + jnp.arange(k_BCGK.shape[1])[None, :]
+    if jnp.ndim(offset) == 0:
+        offset = offset + jnp.arange(k_BCGK.shape[1])
+    s_1C = offset[None, :]
     visible = s_1C <= last_1R[:, :, None]
     if start_BR is not None:
         visible = visible & (s_1C >= start_BR[:, :, None])

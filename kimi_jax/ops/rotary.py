@@ -11,7 +11,7 @@ from jax import Array
 
 from kimi_jax.ops.segments import positions_in_segments
 
-__all__ = ["positions_in_segments", "rotate", "rotate_pair"]
+__all__ = ["positions_in_segments", "rotate", "rotate_pair", "rotate_pair_from"]
 
 
 def rotate_pair(
@@ -24,6 +24,14 @@ def rotate_pair(
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones(q_BTHR.shape[:2], jnp.int32)
     positions_BT = positions_in_segments(segment_ids_BT)
+    return rotate(q_BTHR, positions_BT, base), rotate(k_BTGR, positions_BT, base)
+
+
+def rotate_pair_from(
+    q_BTHR: Array, k_BTGR: Array, start_B: Array, base: float
+) -> tuple[Array, Array]:
+    """`rotate` of the queries and keys of T tokens a row, the first at `start_B`."""
+    positions_BT = start_B[:, None] + jnp.arange(q_BTHR.shape[1], dtype=jnp.int32)
     return rotate(q_BTHR, positions_BT, base), rotate(k_BTGR, positions_BT, base)
 
 
