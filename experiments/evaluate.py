@@ -26,7 +26,9 @@ flags.DEFINE_list("compare", [], "folders of evaluations to put side by side")
 
 def main(overrides: list[str]) -> None:
     given = flags.FLAGS
-    needed = ["workdir"] if given.compare else ["config", "checkpoint", "tasks", "workdir"]
+    needed = (
+        ["workdir"] if given.compare else ["config", "checkpoint", "tasks", "workdir"]
+    )
     missing = [f"--{name}" for name in needed if getattr(given, name) is None]
     if missing:
         raise UserError(f"{', '.join(missing)} missing; see --help for an example")
@@ -35,11 +37,13 @@ def main(overrides: list[str]) -> None:
         _compare(given.compare, pathlib.Path(given.workdir), console)
         return
     results = run.evaluate(
-        cli.load_config(overrides), given.checkpoint, given.tasks, given.workdir, console
+        cli.load_config(overrides),
+        given.checkpoint,
+        given.tasks,
+        given.workdir,
+        console,
     )
-    console.print(
-        f"results: {results}, report.md and plots beside it", soft_wrap=True
-    )
+    console.print(f"results: {results}, report.md and plots beside it", soft_wrap=True)
 
 
 def _compare(folders: list[str], folder: pathlib.Path, console: Console) -> None:

@@ -25,8 +25,8 @@ import numpy as np
 from kimi_jax.config import Config
 from kimi_jax.data import mixture, statistics
 from kimi_jax.data.build_store import Progress, prepare_store
-from kimi_jax.data.haystacks import load_haystack
 from kimi_jax.data.documents import Documents, TokenStore, hold_out
+from kimi_jax.data.haystacks import load_haystack
 from kimi_jax.data.parts import make_cells, make_pools
 from kimi_jax.data.permutation import permute
 from kimi_jax.data.store import check_vocabulary

@@ -1,9 +1,9 @@
 """Windows of generated tasks: one instance a row, loss on the answers alone.
 
-    MQAR, T = 7     key 3, value 9; key 5, value 8; asked for 5, then for 3
-    tokens          3 9 5 8 5 8 3
-    targets         0 0 0 0 8 0 9
-    weights         0 0 0 0 1 0 1
+MQAR, T = 7     key 3, value 9; key 5, value 8; asked for 5, then for 3
+tokens          3 9 5 8 5 8 3
+targets         0 0 0 0 8 0 9
+weights         0 0 0 0 1 0 1
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class TaskWindows:
     def write(self, batch: Batch, row_B: np.ndarray, index_B: np.ndarray) -> None:
         for row, index in zip(row_B.tolist(), index_B.tolist(), strict=True):
             number, which = divmod(index, len(self.tasks))
-            write_row(batch, row, draw(self.tasks[which], self.seed, self.stream, number))
+            write_row(
+                batch, row, draw(self.tasks[which], self.seed, self.stream, number)
+            )
 
     def at(self, length: int) -> TaskWindows:
         """The same tasks, longer in proportion; instances are other ones."""

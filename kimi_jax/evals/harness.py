@@ -6,11 +6,12 @@
 
 A request is anything with `args`, as the harness's `Instance`. Its conventions hold:
 text is preceded by <bos>, contexts that are too long lose their beginning, `until`
-strings end a generation and are left out of it.
+strings end a generation and are left out of it. An empty context is <bos> alone.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -21,20 +22,15 @@ from kimi_jax import config
 from kimi_jax.data.tokenizer import Tokenizer
 from kimi_jax.errors import UserError
 from kimi_jax.evals.score import Score, Scorer
+from kimi_jax.infer import requests
+from kimi_jax.infer.generator import Generator
+from kimi_jax.infer.sampling import Sampling
 from kimi_jax.tasks.example import Example
 
 
 class Request(Protocol):
     @property
     def args(self) -> tuple[Any, ...]: ...
-
-
-class Writer(Protocol):
-    """Greedy or sampled continuations; see `kimi_jax.evals.write`."""
-
-    def __call__(
-        self, prompt: Sequence[int], most: int, until: Sequence[str], options: Any
-    ) -> str: ...
 
 
 class Harness:
@@ -44,7 +40,7 @@ class Harness:
       variables: {"params", "balance"}.
       max_length: tokens that the model reads at one time, <bos> included.
       batch_tokens: in one forward pass; a row may be longer.
-      write: makes continuations, for `generate_until`.
+      slots: sequences that are generated at one time.
     """
 
     def __init__(
@@ -56,59 +52,86 @@ class Harness:
         max_length: int,
         batch_tokens: int = 16_384,
         mesh: jax.sharding.Mesh | None = None,
-        write: Writer | None = None,
+        slots: int = 8,
     ):
-        self._tokenizer, self._max_length = tokenizer, max_length
+        self._model, self._variables, self._mesh = model, variables, mesh
+        self._tokenizer, self._max_length, self._slots = tokenizer, max_length, slots
         self._scorer = Scorer(model, variables, batch_tokens=batch_tokens, mesh=mesh)
         self._write = write
 
-    def loglikelihood(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, asked: Sequence[Request]) -> list[tuple[float, bool]]:
         """(log p of the continuation in nats, whether greedy decoding writes it).
 
         Args:
-          requests: args are (context, continuation).
+          asked: args are (context, continuation).
         """
-        examples = [self._continuation(*request.args) for request in requests]
+        examples = [self._continuation(*request.args) for request in asked]
         return [(-s.nats, s.complete) for s in self._score(examples)]
 
-    def loglikelihood_rolling(self, requests: Sequence[Request]) -> list[float]:
+    def loglikelihood_rolling(self, asked: Sequence[Request]) -> list[float]:
         """log p of a whole text in nats, its first token given <bos>.
 
         A text beyond `max_length` is read in windows without overlap, each opened by
         the last token of the one before, so every token counts once.
         """
-        windows = [list(self._windows(request.args[0])) for request in requests]
+        windows = [list(self._windows(request.args[0])) for request in asked]
         scores = iter(self._score([w for group in windows for w in group]))
         return [-sum(next(scores).nats for _ in group) for group in windows]
 
-    def generate_until(self, requests: Sequence[Request]) -> list[str]:
-        """Continuations up to the first of the strings `until`.
+    def generate_until(self, asked: Sequence[Request]) -> list[str]:
+        """Continuations up to the first of the strings `until`, or to <eod>.
 
         Args:
-          requests: args are (context, options): `until`, a string or some, `max_gen_toks`
-            (256), `do_sample` (False) and `temperature` (1).
+          asked: args are (context, options): `until`, a string or some; max_gen_toks
+            (256); do_sample (False: the likeliest tokens) and temperature (1).
 
         Raises:
-          UserError: the harness was made without `write`, or max_gen_toks leaves no
-            room for a context.
+          UserError: max_gen_toks leaves no room for a context.
         """
-        if self._write is None:
-            raise UserError("this harness only scores; make it with write=...")
-        found = []
-        for request in requests:
-            context, options = request.args
-            most = int(options.get("max_gen_toks", 256))
-            room = self._max_length - most
-            if room < 1:
-                raise UserError(
-                    f"max_gen_toks={most}: the model reads at most {self._max_length} "
-                    "tokens; lower it"
-                )
-            until = options.get("until") or []
-            until = [until] if isinstance(until, str) else list(until)
-            prompt = self._ids(context, first=True)[-room:].tolist()
-            found.append(self._write(prompt, most, until, options))
-        return found
+        made = [self._ask(i, *request.args) for i, request in enumerate(asked)]
+        drawn = self._generator.generate([request for request, _ in made])
+        return [
+            cut(self._tokenizer.decode(done.tokens), until)
+            for done, (_, until) in zip(drawn, made, strict=True)
+        ]
+
+    @functools.cached_property
+    def _generator(self) -> Generator:
+        tokenizer = self._tokenizer
+        allowed = np.arange(self._model.vocab_size) < tokenizer.vocab_size
+        allowed[[tokenizer.bos, tokenizer.pad]] = False
+        allowed[tokenizer.eod] = True
+        return Generator(
+            self._model,
+            self._variables,
+            slots=self._slots,
+            length=self._max_length,
+            mesh=self._mesh,
+            allowed=allowed,
+        )
+
+    def _ask(
+        self, seed: int, context: str, options: Mapping[str, Any]
+    ) -> tuple[requests.Request, list[str]]:
+        """The request, and the strings that end its text."""
+        most = int(options.get("max_gen_toks", 256))
+        room = self._max_length - most
+        if most < 1 or room < 1:
+            raise UserError(
+                f"max_gen_toks={most}: the model reads at most {self._max_length} tokens,"
+                " context included; choose one between"
+            )
+        until = options.get("until") or []
+        until = [until] if isinstance(until, str) else [text for text in until if text]
+        temperature = float(options.get("temperature", 1.0))
+        sampling = Sampling(temperature if options.get("do_sample") else 0.0)
+        # Tokens that spell a stop otherwise are found in the text, only later.
+        spelt = [tuple(self._ids(text, first=False).tolist()) for text in until]
+        stops = [(self._tokenizer.eod,), *spelt][: requests.MAX_STOPS]
+        stops = [s for s in stops if 1 <= len(s) <= requests.MAX_STOP_TOKENS]
+        prompt = tuple(self._ids(context, first=True)[-room:].tolist())
+        ask = requests.Ask(most, sampling, tuple(stops), seed)
+        return requests.Request(prompt, ask), until
 
     def _ids(self, text: str, *, first: bool) -> np.ndarray:
         ids = np.asarray(self._tokenizer.encode(text.encode()), np.int32)
@@ -118,7 +141,10 @@ class Harness:
         """Encoded apart, with the white space between them on the continuation's side."""
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
-        given, asked = self._ids(stripped, first=True), self._ids(continuation, first=False)
+        given, asked = (
+            self._ids(stripped, first=True),
+            self._ids(continuation, first=False),
+        )
         if not len(asked):
             raise UserError("a continuation is empty; ask for at least one token")
         if len(asked) > self._max_length:
@@ -148,10 +174,10 @@ class Harness:
         return [found[i] for i in range(len(examples))]
 
 
-def cut(text: str, until: Sequence[str]) -> tuple[str, bool]:
-    """`text` before the first of the strings `until`, and whether there was one."""
-    ends = [at for stop in until if stop and (at := text.find(stop)) >= 0]
-    return (text[: min(ends)], True) if ends else (text, False)
+def cut(text: str, until: Sequence[str]) -> str:
+    """`text` before the first of the strings `until`."""
+    ends = [at for stop in until if (at := text.find(stop)) >= 0]
+    return text[: min(ends)] if ends else text
 
 
 def make_lm(harness: Harness) -> Any:

@@ -89,7 +89,9 @@ def write_report(folder: pathlib.Path, results: Results) -> pathlib.Path:
         if not records:
             continue
         parts.append(f"## {title}")
-        parts += [f"![{n}](plots/{n}.png)" for n in drawn if n.startswith(_file(family))]
+        parts += [
+            f"![{n}](plots/{n}.png)" for n in drawn if n.startswith(_file(family))
+        ]
         rows = [
             (r["spec"], *(number(r.get(n), form) for n, _, form in columns))
             for r in records
@@ -165,7 +167,14 @@ def _score(record: Record) -> float:
 
 
 def _about(results: Results) -> str:
-    names = ("checkpoint", "step", "parameters", "train_length", "tokenizer", "haystack")
+    names = (
+        "checkpoint",
+        "step",
+        "parameters",
+        "train_length",
+        "tokenizer",
+        "haystack",
+    )
     rows = [(name.replace("_", " "), number(results[name], "{:,}")) for name in names]
     return "\n".join(table(("what", "value"), rows))
 
@@ -183,7 +192,10 @@ def _figures(results: Results) -> Iterator[tuple[str, Figure]]:
         if any(len(line.steps) > 1 for line in lines.values()):
             title = f"{_SECTIONS[family][0]}: accuracy by length"
             train_length = int(results["train_length"])
-            yield f"{_file(family)}_length", figures.by_length(lines, title, train_length)
+            yield (
+                f"{_file(family)}_length",
+                figures.by_length(lines, title, train_length),
+            )
     for name, cells in _depths(records).items():
         yield f"retrieval_depth_{name}", figures.depth_map(cells, name)
     texts = [r for r in records if r["family"] == "language"]

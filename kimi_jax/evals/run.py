@@ -1,8 +1,8 @@
 """An evaluation from start to report: one file a cell, resumed where it stopped.
 
-    DIR/evaluation.json    whose numbers these are; another model is refused
-    DIR/cells/*.json       a result each, written when it is there
-    DIR/results.json       all of them, DIR/report.md and DIR/plots/
+DIR/evaluation.json    whose numbers these are; another model is refused
+DIR/cells/*.json       a result each, written when it is there
+DIR/results.json       all of them, DIR/report.md and DIR/plots/
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def evaluate(
         f"results: {folder}"
     )
     if waiting:
-        measure = Measure(cfg, _variables(cfg, checkpoint, mesh), mesh, folder / "tokens")
+        measure = Measure(
+            cfg, _variables(cfg, checkpoint, mesh), mesh, folder / "tokens"
+        )
         _measure_all(waiting, measure, folder, say)
     records = [read_json(folder / CELLS / cell.file) for cell in cells]
     found = folder / RESULTS
@@ -158,7 +160,9 @@ def _claim(folder: pathlib.Path, about: dict[str, Any]) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--workdir={folder} is a file; name a folder")
     if not marker.exists():
-        if folder.exists() and any(not p.name.startswith(".") for p in folder.iterdir()):
+        if folder.exists() and any(
+            not p.name.startswith(".") for p in folder.iterdir()
+        ):
             raise UserError(
                 f"--workdir={folder} is not empty and holds no evaluation; name another "
                 "folder, nothing was written"

@@ -5,6 +5,9 @@ For answers that are written (`tasks.example`), all labels being right is the sa
 greedy generation writing exactly the answers: by induction over the labels, what was
 generated so far is what the pass has read. Partial credit differs: a generation goes on
 from its own mistakes, a pass from the truth.
+
+What is longer than a pass may be is read in chunks through the cache of generation, so
+that memory beyond the cache does not grow with length.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from kimi_jax import config, sharding
 from kimi_jax.modules import transformer
+from kimi_jax.modules.cache import Cache, init_cache
 from kimi_jax.ops.cross_entropy import chunked_cross_entropy, chunked_predictions
 from kimi_jax.tasks.example import Example
 
@@ -44,7 +49,7 @@ class Scorer:
 
     Args:
       variables: {"params", "balance"}, on `mesh` if one is given.
-      batch_tokens: in one pass; a single row may be longer.
+      batch_tokens: in one pass; longer rows are read in chunks of so many.
     """
 
     def __init__(
@@ -59,6 +64,9 @@ class Scorer:
         self._variables, self._mesh = variables, mesh
         self._batch_tokens = batch_tokens
         self._pass = jax.jit(functools.partial(_losses, model))
+        self._chunk = jax.jit(
+            functools.partial(_chunk_losses, model), donate_argnames="cache"
+        )
 
     def rows(self, length: int) -> int:
         """Instances of one pass."""
@@ -86,9 +94,9 @@ class Scorer:
         for first in range(0, len(examples), rows):
             group = examples[first : first + rows]
             host = _arrays(group, rows, length, asked)
+            read = self._in_chunks if rows * length > self._most(rows) else self._whole
             with jax.set_mesh(self._mesh) if self._mesh else contextlib.nullcontext():
-                right_BA, nats_BA = self._pass(self._variables, *self._place(host))
-            right_BA, nats_BA = np.asarray(right_BA), np.asarray(nats_BA, np.float64)
+                right_BA, nats_BA = read(*host)
             found += map(_grade, group, right_BA, nats_BA)
             done(len(found))
         return found
@@ -97,13 +105,63 @@ class Scorer:
         parts = self._mesh.shape["context"] if self._mesh else 1
         return -(-length // parts) * parts
 
-    def _place(self, host: tuple[np.ndarray, ...]) -> tuple[Any, ...]:
+    def _most(self, rows: int) -> int:
+        """Tokens of a pass that is not cut; one a row at least."""
+        return max(self._batch_tokens, rows)
+
+    def _whole(
+        self,
+        tokens_BT: np.ndarray,
+        segment_ids_BT: np.ndarray,
+        index_BA: np.ndarray,
+        labels_BA: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Whether each label is right, and its nats, float64 [B, A]."""
+        places = ("rows", "time"), ("rows", "time"), ("rows", None), ("rows", None)
+        arrays = self._place((tokens_BT, segment_ids_BT, index_BA, labels_BA), places)
+        right_BA, nats_BA = self._pass(self._variables, *arrays)
+        return np.asarray(right_BA), np.asarray(nats_BA, np.float64)
+
+    def _in_chunks(
+        self,
+        tokens_BT: np.ndarray,
+        segment_ids_BT: np.ndarray,
+        index_BA: np.ndarray,
+        labels_BA: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`_whole`, with memory for one chunk of every row and the cache."""
+        rows, length = tokens_BT.shape
+        size = max(1, self._batch_tokens // rows)
+        count_B = segment_ids_BT.sum(axis=1)
+        cache = init_cache(self.model, rows, length, mesh=self._mesh)
+        right_BA, nats_BA = np.zeros(labels_BA.shape, bool), np.zeros(labels_BA.shape)
+        for first in range(0, int(count_B.max()), size):
+            chunk_BC = tokens_BT[:, first : first + size]
+            chunk_BC = np.pad(chunk_BC, ((0, 0), (0, size - chunk_BC.shape[1])))
+            inside_BA = (index_BA >= first) & (index_BA < first + size)
+            arrays = self._place(
+                (
+                    chunk_BC,
+                    np.clip(count_B - first, 0, size).astype(np.int32),
+                    np.clip(index_BA - first, 0, size - 1),
+                    labels_BA,
+                ),
+                (("rows", None), ("rows",), ("rows", None), ("rows", None)),
+            )
+            cache, *found = self._chunk(self._variables, *arrays, cache=cache)
+            for total_BA, part_BA in zip((right_BA, nats_BA), found, strict=True):
+                total_BA[inside_BA] = np.asarray(part_BA)[inside_BA]
+        return right_BA, nats_BA
+
+    def _place(
+        self, host: Sequence[np.ndarray], places: Sequence[tuple[str | None, ...]]
+    ) -> list[Any]:
         if self._mesh is None:
-            return host
-        rows = sharding.batch_sharding(self._mesh)
-        everywhere = sharding.replicated(self._mesh)
-        places = (rows, rows, everywhere, everywhere)
-        return tuple(map(jax.device_put, host, places))
+            return list(host)
+        return [
+            jax.device_put(x, NamedSharding(self._mesh, sharding.spec(*place)))
+            for x, place in zip(host, places, strict=True)
+        ]
 
 
 def _losses(
@@ -119,6 +177,27 @@ def _losses(
     Logits are made at the positions `index_BA` alone.
     """
     out = transformer.apply(model, variables, tokens_BT, segment_ids_BT)
+    return _at(out, index_BA, labels_BA)
+
+
+def _chunk_losses(
+    model: config.Model,
+    variables: Any,
+    tokens_BC: jax.Array,
+    count_B: jax.Array,
+    index_BA: jax.Array,
+    labels_BA: jax.Array,
+    *,
+    cache: Cache,
+) -> tuple[Cache, jax.Array, jax.Array]:
+    """The cache after a chunk, and `_losses` at indices that count within it."""
+    out, cache = transformer.extend(model, variables, tokens_BC, count_B, cache)
+    return cache, *_at(out, index_BA, labels_BA)
+
+
+def _at(
+    out: transformer.Forward, index_BA: jax.Array, labels_BA: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     h_BAD = jnp.take_along_axis(out.h_BTD, index_BA[..., None], axis=1)
     found_BA = chunked_predictions(h_BAD, out.unembed_DW, chunk_size=_CHUNK)
     weights_BA = jnp.ones(labels_BA.shape, jnp.float32)

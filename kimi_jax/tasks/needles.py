@@ -14,7 +14,8 @@ from typing import ClassVar
 import numpy as np
 
 from kimi_jax.tasks.example import Example, Family
-from kimi_jax.tasks.text import Text, key_names, misfit, numbers
+from kimi_jax.tasks.text import Text, misfit
+from kimi_jax.tasks.words import key_names, numbers
 
 _HEAD = "Some magic numbers are hidden in the following text. Remember them.\n"
 
@@ -42,7 +43,10 @@ class Needle:
         if not 1 <= self.digits <= 12:
             yield f"digits={self.digits}: must be from 1 to 12"
         if self.values < 1 or not 1 <= self.keys <= 512:
-            yield f"keys={self.keys}, values={self.values}: 1 to 512 keys, 1 value or more"
+            yield (
+                f"keys={self.keys}, values={self.values}: must be 1 to 512 keys and at "
+                "least 1 value"
+            )
         if not 1 <= self.queries <= self.keys:
             yield f"queries={self.queries}: must be from 1 to keys={self.keys}"
         elif self.keys * self.values > 10**self.digits // 4:

@@ -15,29 +15,42 @@ import numpy as np
 
 from kimi_jax.tasks.example import Example, Family
 from kimi_jax.tasks.text import Text, misfit
+from kimi_jax.tasks.words import words
 
-_FIRST = (
-    "Ada Boris Clara Dario Edith Fritz Greta Hugo Irma Jonas Klara Linus Marta Nils "
-    "Olga Pavel Quinn Rosa Stefan Thea Ulrich Vera Walter Xenia Yusuf Zelda"
-).split()
-_LAST = (
-    "Abel Brandt Castor Dorn Eklund Farkas Gruber Holm Ivers Jansen Koval Lindt Moreau "
-    "Novak Orlov Petri Quist Rossi Sandor Tamm Urban Vogel Weiss Yates Zeman"
-).split()
-_TOWNS = (
-    "Arden Bryn Corval Delmar Elsing Farrow Garnet Haldon Istria Jorvik Kelso Lorne "
-    "Marsh Norden Oakham Porto Quill Rhyl Selby Torrin Ulva Varna Wexley Yarrow"
-).split()
-_TRADES = "baker tailor mason glazier printer brewer cooper potter".split()
-_COMPANIES = (
-    "Acorn Bluebell Copper Dynamo Emerald Foxglove Granite Harvest Indigo Juniper "
-    "Kestrel Linden Magnet Nimbus Orchard Pioneer Quartz Rowan Summit Timber"
-).split()
+_FIRST = words(
+    """
+    Ada Boris Clara Dario Edith Fritz Greta Hugo Irma Jonas Klara Linus Marta Nils
+    Olga Pavel Quinn Rosa Stefan Thea Ulrich Vera Walter Xenia Yusuf Zelda
+    """
+)
+_LAST = words(
+    """
+    Abel Brandt Castor Dorn Eklund Farkas Gruber Holm Ivers Jansen Koval Lindt
+    Moreau Novak Orlov Petri Quist Rossi Sandor Tamm Urban Vogel Weiss Yates Zeman
+    """
+)
+_TOWNS = words(
+    """
+    Arden Bryn Corval Delmar Elsing Farrow Garnet Haldon Istria Jorvik Kelso Lorne
+    Marsh Norden Oakham Porto Quill Rhyl Selby Torrin Ulva Varna Wexley Yarrow
+    """
+)
+_TRADES = words(
+    """
+    baker tailor mason glazier printer brewer cooper potter
+    """
+)
+_COMPANIES = words(
+    """
+    Acorn Bluebell Copper Dynamo Emerald Foxglove Granite Harvest Indigo Juniper
+    Kestrel Linden Magnet Nimbus Orchard Pioneer Quartz Rowan Summit Timber
+    """
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Questions:
-    """One question on `people` documents that lie in the filler; the answer is a town."""
+    """One question on documents about `people` in the filler; the answer is a town."""
 
     family: ClassVar[Family] = "retrieval"
     text: Text = dataclasses.field(repr=False, compare=False)
@@ -61,8 +74,8 @@ class Questions:
     def example(self, rng: np.random.Generator) -> Example:
         names = _people(rng, self.people)
         born, trade, works = (
-            [words[i] for i in rng.integers(len(words), size=self.people)]
-            for words in (_TOWNS, _TRADES, _COMPANIES)
+            [listed[i] for i in rng.integers(len(listed), size=self.people)]
+            for listed in (_TOWNS, _TRADES, _COMPANIES)
         )
         companies = sorted(set(works))
         seats = [_TOWNS[i] for i in rng.integers(len(_TOWNS), size=len(companies))]

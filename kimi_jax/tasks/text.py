@@ -19,33 +19,7 @@ import numpy as np
 from kimi_jax.data.tokenizer import Tokenizer
 from kimi_jax.errors import UserError
 from kimi_jax.tasks.example import Example, written
-
-ADJECTIVES = (
-    "amber ashen bold brisk calm coral crisp dusky early eager fabled faint gentle "
-    "gilded grand hazel humble ivory jolly keen lively mellow misty noble olive pale "
-    "quiet rapid silent tawny velvet woven"
-).split()
-NOUNS = (
-    "anchor badger beacon candle cedar comet ember falcon fiddle garnet glacier harbor "
-    "heron island jasmine kettle lantern lagoon marble meadow nectar otter pebble "
-    "quarry raven saddle thistle tulip urchin valley walnut zephyr"
-).split()
-_PEOPLE = (
-    "baker teacher farmer sailor painter miller weaver doctor singer porter clerk "
-    "gardener mason tailor cook hunter"
-).split()
-_VERBS = (
-    "carried watched found mended sold praised cleaned followed painted guarded lifted "
-    "counted moved kept showed borrowed"
-).split()
-_THINGS = (
-    "basket bridge blanket ladder wagon mirror statue barrel table curtain fence boat "
-    "chair drum hammer plough"
-).split()
-_WHEN = (
-    "in the morning,at noon,after the rain,before supper,on market day,in early spring,"
-    "at the end of the week,late at night"
-).split(",")
+from kimi_jax.tasks.words import ADJECTIVES, PEOPLE, THINGS, VERBS, WHEN
 
 
 class Haystack(Protocol):
@@ -63,7 +37,7 @@ class Prose:
     digest = "generated"
 
     def read(self, rng: np.random.Generator) -> Iterator[bytes]:
-        lists = (ADJECTIVES, _PEOPLE, _VERBS, ADJECTIVES, _THINGS, _WHEN)
+        lists = (ADJECTIVES, PEOPLE, VERBS, ADJECTIVES, THINGS, WHEN)
         sizes = [len(words) for words in lists]
         while True:
             for row in rng.integers(sizes, size=(256, len(sizes))).tolist():
@@ -150,7 +124,9 @@ class Text:
             left -= len(ids)
             filler.append(ids)
         order = sorted(range(len(inserts)), key=lambda i: inserts[i][0])
-        pieces, at = [([self.tokenizer.bos], -1), (fixed[0], -1)], 0
+        pieces: list[tuple[Sequence[int] | np.ndarray, int]] = []
+        pieces += [([self.tokenizer.bos], -1), (fixed[0], -1)]
+        at = 0
         for i in order:
             until = round(inserts[i][0] * len(filler))
             pieces += [(ids, -1) for ids in filler[at:until]]
@@ -168,19 +144,3 @@ def misfit(example: Callable[[np.random.Generator], Example]) -> Iterator[str]:
         except UserError as error:
             yield str(error)
             return
-
-
-def key_names(rng: np.random.Generator, count: int) -> list[str]:
-    """`count` different names such as "amber falcon"."""
-    total = len(ADJECTIVES) * len(NOUNS)
-    chosen = rng.choice(total, count, replace=False).tolist()
-    return [f"{ADJECTIVES[i // len(NOUNS)]} {NOUNS[i % len(NOUNS)]}" for i in chosen]
-
-
-def numbers(rng: np.random.Generator, count: int, digits: int) -> list[str]:
-    """`count` different numbers of so many digits, the first of them not 0."""
-    low = 10 ** (digits - 1)
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[str(int(rng.integers(low, 10 * low)))] = None
-    return list(found)

@@ -6,20 +6,14 @@ Variables are followed through a text, words are counted over all of it.
 from __future__ import annotations
 
 import dataclasses
-import string
 from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
 
 from kimi_jax.tasks.example import Example, Family
-from kimi_jax.tasks.text import NOUNS, Nothing, Text, misfit, numbers
-
-_SYLLABLES = (
-    "ba be bi bo bu da de di do du fa fe fi fo ga ge go gu ka ke ki ko la le li lo lu "
-    "ma me mi mo mu na ne ni no pa pe pi po ra re ri ro sa se si so ta te ti to va ve "
-    "vi vo za ze zi zo"
-).split()
+from kimi_jax.tasks.text import Nothing, Text, misfit
+from kimi_jax.tasks.words import NOUNS, letter_names, made_up, numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +42,7 @@ class Variables:
 
     def example(self, rng: np.random.Generator) -> Example:
         links = self.hops + 1
-        names = _names(rng, self.chains * links)
+        names = letter_names(rng, self.chains * links)
         values = numbers(rng, self.chains, 7)
         inserts = []
         for chain, value in enumerate(values):
@@ -99,7 +93,7 @@ class CommonWords:
         fixed = " ".join(listed) + "".join(text for text, _ in end)
         room = self.length - len(_HEAD_WORDS) - len(fixed) - 8
         # A made-up word has six letters, which is at most as many tokens.
-        rare = _made_up(rng, max(0, room // (7 * self.seldom)))
+        rare = made_up(rng, max(0, room // (7 * self.seldom)))
         listed += rare * self.seldom
         return _word_list(self.text, rng, self.length, listed, end)
 
@@ -148,8 +142,10 @@ class FrequentWords:
 
     def example(self, rng: np.random.Generator) -> Example:
         count_R = self._counts()
-        words = _made_up(rng, len(count_R))
-        listed = [word for word, n in zip(words, count_R, strict=True) for _ in range(n)]
+        words = made_up(rng, len(count_R))
+        listed = [
+            word for word, n in zip(words, count_R, strict=True) for _ in range(n)
+        ]
         end = [("\nThe most frequent words, from the most frequent down:", -1)]
         end += [(f" {word}", i) for i, word in enumerate(words[: self.words])]
         return _word_list(self.text, rng, self.length, listed, end)
@@ -170,23 +166,3 @@ def _word_list(
     head = _HEAD_WORDS + " ".join(listed[i] for i in order)
     bare = Text(text.tokenizer, Nothing())
     return bare.compose(rng, length, head, [], end)
-
-
-def _names(rng: np.random.Generator, count: int) -> list[str]:
-    """Different names of five capital letters."""
-    letters = list(string.ascii_uppercase)
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found["".join(rng.choice(letters, 5).tolist())] = None
-    return list(found)
-
-
-def _made_up(rng: np.random.Generator, count: int) -> list[str]:
-    """Different words of three syllables, six letters; at most half of those there are."""
-    base = len(_SYLLABLES)
-    count = min(count, base**3 // 2)
-    chosen = rng.choice(base**3, count, replace=False).tolist()
-    return [
-        _SYLLABLES[i // base**2] + _SYLLABLES[i // base % base] + _SYLLABLES[i % base]
-        for i in chosen
-    ]

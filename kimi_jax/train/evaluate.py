@@ -96,9 +96,7 @@ def evaluate_length(
     return summarise(sums, length.upto_P, cfg.train.seq_len)
 
 
-def _sum_up(
-    length: _Length, state: State, rows: jax.sharding.NamedSharding
-) -> Sums:
+def _sum_up(length: _Length, state: State, rows: jax.sharding.NamedSharding) -> Sums:
     total: Sums = {}
     for host in loader.iterate(length.batches, 0, len(length.batches)):
         sums = length.step(state, on_mesh(host, rows))
