@@ -330,11 +330,11 @@ def _tasks(data: Data) -> Iterator[str]:
     texts = [source for source in data.sources if source not in tasks]
     if tasks and texts:
         yield (
-            f"config.data.sources: {tasks[0]!r} is a generated task and {texts[0]!r} is "
-            "text; train on one kind"
+            f"config.data.sources: {tasks[0]!r} is a generated task and {texts[0]!r} "
+            "is text; train on one kind"
         )
     if tasks and (data.strata or data.strata_mixture):
-        yield "config.data.strata: generated tasks have no lengths to tell apart; use ()"
+        yield "config.data.strata: generated tasks have no strata; use ()"
 
 
 def _monitor(config: Config) -> Iterator[str]:

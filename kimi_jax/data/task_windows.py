@@ -30,7 +30,7 @@ def is_task(source: str) -> bool:
 def make_tasks(
     sources: Sequence[str], text: Text, seq_len: int
 ) -> dict[str, specs.Task]:
-    """The tasks of "task:SPEC" sources, by spec; their length is `seq_len` if not given.
+    """The tasks of "task:SPEC" sources, by spec; `length` is `seq_len` if not given.
 
     Raises:
       UserError: a spec is wrong or stands for several tasks, or is longer than a row.
@@ -47,8 +47,8 @@ def make_tasks(
         task = specs.make(found[0], text, length=seq_len)
         if task.length > seq_len:
             raise UserError(
-                f"config.data.sources: {source!r} has length={task.length}, more than a "
-                f"row of config.train.seq_len={seq_len}; lower it or leave it out"
+                f"config.data.sources: {source!r} has length={task.length}, more than "
+                f"a row of config.train.seq_len={seq_len}; lower it or leave it out"
             )
         made[str(found[0])] = task
     return made

@@ -141,7 +141,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         file = next((path for path in known if path.is_file()), file)
     if not file.is_file():
         raise UserError(
-            f"config.data.tokenizer={name!r}: no such file; write 'bytes', 'symbols:N', "
+            f"config.data.tokenizer={name!r}: no such file; write 'bytes', 'symbols:N' "
             "or the path of a tokenizer.json or of a tiktoken file (.model, .tiktoken)"
         )
     content = file.read_bytes()

@@ -2,8 +2,8 @@
 
 A cell is a spec with one value for each dial (`tasks.specs`). Besides the tasks:
 
-    text:multiple=2:source=0    bits per byte of the held-out text of a source, in
-                                windows of so many training lengths, and loss by position
+    text:multiple=2:source=0    bits per byte of a source's held-out text, in windows
+                                of so many training lengths, and loss by position
     speed:length=4K             tokens a second of prefill and decoding, bytes of cache
 """
 
@@ -112,8 +112,8 @@ def _text_cells(cfg: Config, spec: Spec, text: Text) -> Sequence[Cell]:
     sources = cfg.data.sources
     if any(map(is_task, sources)):
         raise UserError(
-            f"task {spec}: config.data.sources={sources} are generated tasks; name them "
-            "in --tasks, or set --config.data.sources to text"
+            f"task {spec}: config.data.sources={sources} are generated tasks; name "
+            "them in --tasks, or set --config.data.sources to text"
         )
     source, multiple = spec.dials.get("source"), spec.dials.get("multiple")
     if source is not None and not 0 <= source < len(sources):

@@ -57,7 +57,6 @@ class Harness:
         self._model, self._variables, self._mesh = model, variables, mesh
         self._tokenizer, self._max_length, self._slots = tokenizer, max_length, slots
         self._scorer = Scorer(model, variables, batch_tokens=batch_tokens, mesh=mesh)
-        self._write = write
 
     def loglikelihood(self, asked: Sequence[Request]) -> list[tuple[float, bool]]:
         """(log p of the continuation in nats, whether greedy decoding writes it).
@@ -118,8 +117,8 @@ class Harness:
         room = self._max_length - most
         if most < 1 or room < 1:
             raise UserError(
-                f"max_gen_toks={most}: the model reads at most {self._max_length} tokens,"
-                " context included; choose one between"
+                f"max_gen_toks={most}: the model reads at most {self._max_length} "
+                "tokens, context included; choose a number between"
             )
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else [text for text in until if text]
@@ -138,7 +137,7 @@ class Harness:
         return np.concatenate([[np.int32(self._tokenizer.bos)], ids]) if first else ids
 
     def _continuation(self, context: str, continuation: str) -> Example:
-        """Encoded apart, with the white space between them on the continuation's side."""
+        """Encoded apart; white space between them goes with the continuation."""
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
         given, asked = (

@@ -164,8 +164,8 @@ def _claim(folder: pathlib.Path, about: dict[str, Any]) -> None:
             not p.name.startswith(".") for p in folder.iterdir()
         ):
             raise UserError(
-                f"--workdir={folder} is not empty and holds no evaluation; name another "
-                "folder, nothing was written"
+                f"--workdir={folder} is not empty and holds no evaluation; name "
+                "another folder, nothing was written"
             )
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(marker, _dump(about))

@@ -3,7 +3,7 @@
     example    what an instance is, drawing one, the digest of many
     recall     MQAR, copy, palindrome
     state      stacks, products of permutations
-    text       prose to hide things in, and how a prompt of a given length is put together
+    text       prose to hide things in, and prompts of a given length
     needles    needles in a haystack: one, many keys, values, queries
     tracing    variables followed through a text, common and frequent words
     questions  questions on generated documents

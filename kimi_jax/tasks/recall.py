@@ -1,7 +1,7 @@
 """Recall of what was read: the tasks on which linear attention is usually compared.
 
-Sources: MQAR is that of "Zoology" (Arora et al. 2023), palindrome and the sizes those of
-the Kimi Linear report, Sec. 5. Symbols are token ids from 0; no text is involved.
+Sources: MQAR is that of "Zoology" (Arora et al. 2023), palindrome and the sizes those
+of the Kimi Linear report, Sec. 5. Symbols are token ids from 0; no text is involved.
 """
 
 from __future__ import annotations

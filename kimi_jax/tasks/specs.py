@@ -1,9 +1,9 @@
 """Tasks by name: "mqar:length=256:pairs=16".
 
-A spec is a name and dials, colons between them. A value that is a list, slashes between
-its items, stands for one task each: "needle:length=1K/4K:depth=0/0.5/1" are six. K and M
-are 1024 and 1024^2. In a list of specs commas lie between them. "recall", "state" and
-"ruler" stand for each task of their kind: "ruler:length=4K".
+A spec is a name and dials, colons between them. A value that is a list, slashes
+between its items, stands for one task each: "needle:length=1K/4K:depth=0/0.5/1" are
+six. K and M are 1024 and 1024^2. In a list of specs commas lie between them. "recall",
+"state" and "ruler" stand for each task of their kind: "ruler:length=4K".
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def vocabulary_problems(task: Task, text: Text) -> Iterator[str]:
         room = min(tokenizer.pad, tokenizer.bos, tokenizer.eod)
         if task.vocab_size > room:
             yield (
-                f"it has {task.vocab_size} symbols, the tokenizer {tokenizer.name!r} has "
-                f"room for {room}; lower its dials, or use "
+                f"it has {task.vocab_size} symbols, the tokenizer {tokenizer.name!r} "
+                f"has room for {room}; lower its dials, or use "
                 f"--config.data.tokenizer=symbols:{task.vocab_size}"
             )
     elif tokenizer.name.startswith("symbols"):

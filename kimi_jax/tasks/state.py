@@ -1,4 +1,4 @@
-"""State that has to be followed: what a recurrence can do and one attention layer cannot.
+"""State that has to be followed, which a recurrence can and a few layers cannot.
 
 Symbols are token ids from 0; no text is involved.
 """
