@@ -49,7 +49,7 @@ class Measure:
             cfg.model,
             variables,
             batch_tokens=cfg.evaluation.batch_tokens,
-            mesh=mesh if mesh.size > 1 else None,
+            mesh=mesh,
         )
 
     def __call__(self, cell: Cell, done: Done = lambda count: None) -> Record:
@@ -117,7 +117,7 @@ class Measure:
         return {"family": "language", "source": title, "digest": identity} | record
 
     def _speed(self, cell: Cell, done: Done) -> Record:
-        mesh = self._mesh if self._mesh.size > 1 else None
-        dials = cell.spec.dials
-        numbers = speed.measure(self._cfg.model, self._variables, mesh=mesh, **dials)
+        numbers = speed.measure(
+            self._cfg.model, self._variables, mesh=self._mesh, **cell.spec.dials
+        )
         return {"family": "speed"} | numbers

@@ -85,7 +85,10 @@ def write_report(folder: pathlib.Path, results: Results) -> pathlib.Path:
         plots.save_figure(figure, folder / "plots" / f"{name}.png")
     parts = [f"# Evaluation of {results['name']}", _about(results)]
     for family, (title, columns) in _SECTIONS.items():
-        records = [r for r in results["results"] if r["family"] == family]
+        records = sorted(
+            (r for r in results["results"] if r["family"] == family),
+            key=lambda r: (r["task"], r["length"], r["spec"]),
+        )
         if not records:
             continue
         parts.append(f"## {title}")
@@ -170,7 +173,7 @@ def _about(results: Results) -> str:
     names = (
         "checkpoint",
         "step",
-        "parameters",
+        "weights",
         "train_length",
         "tokenizer",
         "haystack",

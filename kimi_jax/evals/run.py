@@ -122,7 +122,7 @@ def _measure_all(
 
         def done(count: int, cell: Cell = cell, at: str = at) -> None:
             nonlocal last
-            if time.monotonic() - last > _LINE_SECONDS:
+            if count < cell.rows and time.monotonic() - last > _LINE_SECONDS:
                 last = time.monotonic()
                 say(f"{at}  {cell.name}  {count} of {cell.rows} rows")
 
@@ -138,12 +138,13 @@ def _measure_all(
 def _identity(cfg: Config, checkpoint: str, haystack: str) -> dict[str, Any]:
     """What results depend on, the cells apart."""
     model = json.dumps(config_io.to_dict(cfg)["model"], sort_keys=True)
-    about: dict[str, Any] = {"checkpoint": checkpoint, "step": 0, "parameters": FRESH}
+    about: dict[str, Any] = {"checkpoint": checkpoint, "step": 0, "weights": FRESH}
     if checkpoint != FRESH:
         found = checkpoint_files.find(checkpoint)
-        stored = checkpoint_files.read_about(found)
-        about |= {"step": int(found.name), "parameters": stored["parameters"]}
-        about["checkpoint"] = str(found)
+        # The sums of all files: other weights have others.
+        sums = found / checkpoint_files.STATE / checkpoint_files.FILES
+        about |= {"checkpoint": str(found), "step": int(found.name)}
+        about["weights"] = hashlib.sha256(sums.read_bytes()).hexdigest()[:16]
     return about | {
         "name": cfg.name,
         "model": hashlib.sha256(model.encode()).hexdigest()[:16],

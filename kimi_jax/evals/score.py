@@ -90,6 +90,8 @@ class Scorer:
             return []
         length = self._padded(length or max(len(e.tokens_T) for e in examples))
         rows, asked = self.rows(length), max(int(e.asked_T.sum()) for e in examples)
+        # Few different sizes, so that few programs are compiled.
+        asked = min(length, max(16, 1 << (asked - 1).bit_length()))
         found: list[Score] = []
         for first in range(0, len(examples), rows):
             group = examples[first : first + rows]

@@ -191,6 +191,8 @@ class Progress:
         fields = []
         if "loss" in record:
             fields.append(f"val loss {record['loss']:.4f}")
+        if "accuracy" in record:
+            fields.append(f"accuracy {record['accuracy']:.4f}")
         if "bits_per_byte" in record:
             fields.append(f"val bpb {record['bits_per_byte']:.4f}")
         for length, other in list(record.get("lengths", {}).items())[1:]:

@@ -132,7 +132,7 @@ def make(spec: Spec, text: Text, **defaults: Any) -> Task:
     if not problems:
         problems += vocabulary_problems(task, text)
     if problems:
-        raise UserError("\n  - ".join([f"task {spec}:", *problems]))
+        raise UserError(f"task {spec}: {'; '.join(problems)}")
     return task
 
 
