@@ -179,6 +179,9 @@ def _headline(summary: dict[str, Any]) -> str:
     best = number(summary["best_validation_bits_per_byte"])
     if summary["best_validation_step"] is not None:
         best += f" (step {summary['best_validation_step']:,})"
+    headline = f"Validation {validation} bits per byte"
+    if summary["validation_accuracy"] is not None:
+        headline = f"Validation accuracy {number(summary['validation_accuracy'])}"
     rows = [
         *sections.accuracy_rows(summary),
         ("validation bits per byte", validation),
@@ -208,8 +211,7 @@ def _headline(summary: dict[str, Any]) -> str:
         [
             f"# {name}",
             "",
-            f"**Validation {validation} bits per byte** (byte unigrams: {unigram}) "
-            f"after {steps}, {state}.",
+            f"**{headline}** (byte unigrams: {unigram}) after {steps}, {state}.",
             "",
             *warning,
             *table(("result", "value"), [row for row in rows if row[1] != "-"]),

@@ -97,11 +97,8 @@ def summarise_speed(run: Run) -> dict[str, Any]:
 
 def summarise_accuracy(run: Run) -> dict[str, Any]:
     """The last accuracy, and the first evaluation with 99 %; None for text."""
-    learned = (
-        step
-        for step, r in sorted(run.eval.items())
-        if r.get("accuracy", 0.0) >= LEARNED
-    )
+    records = sorted(run.eval.items())
+    learned = (step for step, r in records if r.get("accuracy", 0.0) >= LEARNED)
     return {
         "validation_accuracy": last(run.eval).get("accuracy"),
         "learned_step": next(learned, None),

@@ -128,9 +128,10 @@ def make(spec: Spec, text: Text, **defaults: Any) -> Task:
     dials = {**preset, **defaults, **spec.dials}
     needs_text = "text" in _fields(kind)
     task: Task = kind(**dials, **({"text": text} if needs_text else {}))
-    problems = list(task.problems())
-    if not problems:
-        problems += vocabulary_problems(task, text)
+    own, vocabulary = task.problems(), vocabulary_problems(task, text)
+    # Text is encoded to see whether it fits; symbols have a number once dials are right.
+    first, second = (vocabulary, own) if needs_text else (own, vocabulary)
+    problems = list(first) or list(second)
     if problems:
         raise UserError(f"task {spec}: {'; '.join(problems)}")
     return task
