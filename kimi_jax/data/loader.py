@@ -270,11 +270,7 @@ def make_data(stores: Sequence[TokenStore], tokenizer: Tokenizer, cfg: Config) -
         mixture has another number of weights than there are sources.
     """
     data, train = cfg.data, cfg.train
-    if data.mixture and len(data.mixture[0]) != 1 + len(stores):
-        raise ValueError(
-            f"config.data.mixture has {len(data.mixture[0]) - 1} weights in a row for "
-            f"{len(stores)} sources; write (fraction, one weight for each source)"
-        )
+    _check_mixture(data.mixture, len(stores))
     splits = [hold_out(store, data.validation_fraction, data.seed) for store in stores]
     names = [store.title for store in stores]
     cells = make_cells([s.train for s in splits], names, data, train.seq_len)
@@ -317,10 +313,12 @@ def make_task_data(tokenizer: Tokenizer, cfg: Config) -> Data:
 
     Raises:
       UserError: see `make_tasks`.
+      ValueError: the mixture has another number of weights than there are tasks.
     """
     data, train = cfg.data, cfg.train
     text = Text(tokenizer, load_haystack(data.haystack))
     tasks = make_tasks(data.sources, text, train.seq_len)
+    _check_mixture(data.mixture, len(tasks))
     parts = tuple(
         TaskWindows((task,), train.seq_len, tokenizer.pad, data.seed, "training")
         for task in tasks.values()
@@ -391,6 +389,14 @@ def iterate(
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=read_ahead)
     steps = grain.MapDataset.range(start, stop)
     yield from steps.map(source.__getitem__).to_iter_dataset(options)
+
+
+def _check_mixture(rows: mixture.Rows, sources: int) -> None:
+    if rows and len(rows[0]) != 1 + sources:
+        raise ValueError(
+            f"config.data.mixture has {len(rows[0]) - 1} weights in a row for "
+            f"{sources} sources; write (fraction, one weight for each source)"
+        )
 
 
 def _check_sizes(*sizes: int) -> None:

@@ -129,7 +129,7 @@ def make(spec: Spec, text: Text, **defaults: Any) -> Task:
     needs_text = "text" in _fields(kind)
     task: Task = kind(**dials, **({"text": text} if needs_text else {}))
     own, vocabulary = task.problems(), vocabulary_problems(task, text)
-    # Text is encoded to see whether it fits; symbols have a number once dials are right.
+    # Text is encoded to see whether it fits; symbols are counted once dials are right.
     first, second = (vocabulary, own) if needs_text else (own, vocabulary)
     problems = list(first) or list(second)
     if problems:

@@ -95,8 +95,7 @@ def _list(prompt):
 
 SYMBOLS = {f.__name__: f for f in (mqar, copy, palindrome, stack, permutations)}
 TEXTS = {
-    f.__name__: f
-    for f in (variables, common_words, frequent_words, questions, needle)
+    f.__name__: f for f in (variables, common_words, frequent_words, questions, needle)
 } | dict.fromkeys(("needle_keys", "needle_values", "needle_queries"), needle)
 
 

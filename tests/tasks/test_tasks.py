@@ -65,7 +65,7 @@ def test_an_independent_solver_finds_every_answer(text: str) -> None:
             size = len(example.tokens_T)
             assert size <= task.length
             assert all(len(x) == size and x.dtype == np.int32 for x in example)
-            assert 0 <= example.tokens_T.min() and example.labels_T.min() >= 0
+            assert example.tokens_T.min() >= 0 and example.labels_T.min() >= 0
             assert max(example.tokens_T.max(), example.labels_T.max()) < task.vocab_size
 
 
@@ -98,7 +98,9 @@ def test_a_needle_lies_at_its_depth(depth: float) -> None:
     task = task_of(f"needle:length=8K:depth={depth}")
     text = oracles.TOKENIZER.decode(draw(task, 0, "training", 0).tokens_T)
     body = text[text.index("\n") + 1 : text.rindex("\n")]
-    place = body.index("The magic number") / (len(body) - len("The magic number of x is"))
+    place = body.index("The magic number") / (
+        len(body) - len("The magic number of x is")
+    )
     assert place == pytest.approx(depth, abs=0.02)
 
 
