@@ -28,6 +28,7 @@ from kimi_jax.monitor.console import format_seconds
 from kimi_jax.monitor.metrics import replace_file, to_jsonable
 from kimi_jax.train import checkpoint_files
 from kimi_jax.train.checkpoint import restore_params
+from kimi_jax.train.program import compile_fast
 
 IDENTITY, CELLS, RESULTS = "evaluation.json", "cells", "results.json"
 FRESH = "fresh"
@@ -194,7 +195,8 @@ def _variables(cfg: Config, checkpoint: str, mesh: jax.sharding.Mesh) -> Any:
 
     where = sharding.state_shardings(mesh, jax.eval_shape(init))
     if checkpoint == FRESH:
-        return jax.jit(init, out_shardings=where)()
+        draw = jax.jit(init, out_shardings=where, compiler_options=compile_fast(mesh))
+        return draw()
     return restore_params(checkpoint, cfg.model, sharding=where)
 
 

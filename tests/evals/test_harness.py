@@ -128,7 +128,7 @@ def test_generation_is_what_scoring_calls_greedy(writer) -> None:
         assert same[0] > changed[0]
     stop = texts[0].split()[1]
     (short,) = writer.generate_until(
-        [Instance((contexts[0], {**options, "until": [f" {stop}", "never"]}))]
+        [Instance((contexts[0], {**options, "until": [f" {stop}", "259 259"]}))]
     )
     assert short == cut(texts[0], [f" {stop}"]) != texts[0]
     with pytest.raises(UserError, match="max_gen_toks=16: the model reads at most 16"):

@@ -55,7 +55,7 @@ def evaluated(corpus, tmp_path_factory):
 
 @pytest.mark.slow
 def test_results_name_what_was_measured(evaluated) -> None:
-    folder, results = evaluated
+    _, results = evaluated
     cells = {r["spec"]: r for r in results["results"]}
     assert len(cells) == 6 and results["weights"] == run.FRESH
     needle = cells["needle:length=160:depth=0.0:digits=2"]
@@ -106,7 +106,7 @@ def test_what_is_finished_is_not_measured_again(evaluated, corpus, monkeypatch) 
 
 @pytest.mark.slow
 def test_runs_are_compared_where_they_meet(evaluated, tmp_path) -> None:
-    folder, results = evaluated
+    _, results = evaluated
     other = json.loads(json.dumps(results))
     other["results"] = [r for r in other["results"] if r["task"] == "needle"]
     other["results"][0] |= {"accuracy": 0.5, "digest": "another"}
