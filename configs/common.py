@@ -76,6 +76,7 @@ def model() -> dict:
             "capacity_factor": 1.25,
         },
         "residual": {"kind": "block_attention", "block_size": 1.0},
+        "vision": None,
     }
 
 
@@ -115,6 +116,26 @@ def attention() -> dict:
             "rope_base": 10000.0,
             "block_size": 512,
         },
+    }
+
+
+def vision() -> dict:
+    """For `model.vision`: a tower for a laptop."""
+    return {
+        "patch_size": 14,
+        "width": 64,
+        "num_layers": 2,
+        "num_heads": 2,
+        "head_dim": 32,
+        "mlp_width": 256,
+        "position_rows": 8,
+        "position_columns": 8,
+        "max_frames": 4,
+        "rope_base": 10000.0,
+        "merge": 2,
+        "projector_norm_eps": 1e-5,
+        "placeholder": 259,  # the first special token that bytes leave free
+        "block_size": 512,
     }
 
 
@@ -158,6 +179,8 @@ def train() -> dict:
         "steps": 1000,
         "batch_size": 16,
         "seq_len": 256,
+        "row_patches": 0,
+        "row_items": 0,
         "micro_batches": 1,
         "seed": 0,
         "remat": "none",

@@ -9,7 +9,8 @@ Every model field is the released one. The report does not publish the peak lear
 rate, the batch or the number of tokens: those below are placeholders of the usual size.
 
 `configs/k3.py:length=65536` trains on longer rows, with a mesh for them: 4,096 devices
-such as a v5p:16x16x16 in any case (docs/plans.md).
+such as a v5p:16x16x16 in any case (docs/plans.md). `configs/k3.py:vision=1` adds the
+vision tower and its projector, 401.2 M and 46.1 M parameters (docs/vision.md).
 """
 
 from configs import common
@@ -23,7 +24,8 @@ STAGES = {
 
 
 def get_config(arg=""):
-    length = common.parse_arg(arg, length=8192)["length"]
+    options = common.parse_arg(arg, length=8192, vision=0)
+    length = options["length"]
     if length not in STAGES:
         raise ValueError(
             f"length={length}: choose one of {', '.join(map(str, STAGES))}"
@@ -72,4 +74,23 @@ def get_config(arg=""):
         remat="nested",
     )
     config.mesh.update(mesh)
+    if options["vision"]:
+        add_vision(config)
     return config
+
+
+def add_vision(config):
+    """The released tower; images may take half of the positions of a row."""
+    config.name += "_vision"
+    config.model.vision = common.vision()
+    config.model.vision.update(
+        width=1024,
+        num_layers=27,
+        num_heads=12,
+        head_dim=128,
+        mlp_width=4096,
+        position_rows=64,
+        position_columns=64,
+        placeholder=163605,
+    )
+    config.train.update(row_patches=2 * config.train.seq_len, row_items=64)

@@ -1,10 +1,12 @@
-r"""Compile a train step for devices that are not here, and say whether it fits.
+r"""Compile a program for devices that are not here, and say whether it fits.
 
     python -m experiments.aot --config=configs/k3.py --topology=v5p:16x16x16 \
         --config.mesh.fsdp=8 --config.mesh.expert=-1 [--json=FILE]
 
-Without --topology it plans for the devices of this machine. The exit code is 1 if the
-step does not fit; what would help is printed then.
+The program is a train step, or with --program=decode or prefill one of a generator with
+--slots sequences of --length tokens. Without --topology it plans for the devices of
+this machine. The exit code is 1 if it does not fit; what would help to fit a train step
+is printed then.
 """
 
 import json
@@ -16,6 +18,7 @@ from rich.console import Console
 
 from experiments import cli
 from kimi_jax import plan, sharding, topology
+from kimi_jax.infer import plan as infer_plan
 from kimi_jax.monitor.console import print_first_screen
 from kimi_jax.monitor.metrics import replace_file, to_jsonable
 
@@ -32,12 +35,27 @@ def main(overrides: list[str]) -> int:
         f"{config.name} on {sharding.describe(mesh)}: {mesh.size:,} x {device}; "
         "compiling ..."
     )
-    made = plan.make_plan(config, mesh)
-    print_first_screen(console, plan.rows(config, made))
-    for line in plan.advice(config, made):
+    made: plan.Plan | infer_plan.Plan
+    advice: list[str] = []
+    if flags.FLAGS.program == "train":
+        made = plan.make_plan(config, mesh)
+        tables, values = plan.rows(config, made), plan.to_json(made)
+        advice = plan.advice(config, made)
+    else:
+        made = infer_plan.make_plan(
+            config,
+            mesh,
+            flags.FLAGS.program,
+            slots=flags.FLAGS.slots,
+            length=flags.FLAGS.length,
+            chunk=flags.FLAGS.chunk,
+        )
+        tables, values = infer_plan.rows(made), infer_plan.to_json(made)
+    print_first_screen(console, tables)
+    for line in advice:
         console.print(f"to make it fit: {line}")
     if flags.FLAGS.json:
-        values = {"config": config.name, "topology": name, **plan.to_json(made)}
+        values = {"config": config.name, "topology": name, **values}
         text = json.dumps(to_jsonable(values), indent=2)
         replace_file(pathlib.Path(flags.FLAGS.json), text + "\n")
         console.print(f"written to {flags.FLAGS.json}")
@@ -47,4 +65,9 @@ def main(overrides: list[str]) -> int:
 if __name__ == "__main__":
     flags.DEFINE_string("topology", "", "GENERATION:SHAPE, such as v5p:4x4x4")
     flags.DEFINE_string("json", "", "file for the plan, for programs")
+    programs = ["train", "prefill", "decode"]
+    flags.DEFINE_enum("program", "train", programs, "what is compiled")
+    flags.DEFINE_integer("slots", 1, "prefill, decode: sequences at one time")
+    flags.DEFINE_integer("length", 131072, "prefill, decode: most tokens of each")
+    flags.DEFINE_integer("chunk", 8192, "prefill: tokens read in one call")
     cli.run(main, config=True)

@@ -13,10 +13,10 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from experiments import bench_kda, cli
+from experiments import bench_generation, bench_kda, cli
 from kimi_jax.errors import UserError
 
-SUITES = {"kda": bench_kda.run}
+SUITES = {"kda": bench_kda.run, "generation": bench_generation.run}
 
 
 def main(overrides: list[str]) -> None:

@@ -57,6 +57,8 @@ _ORDER = (
     "attention residuals",
     "norms",
     "output head",
+    "vision tower",
+    "vision projector",
 )
 
 
@@ -64,6 +66,8 @@ def part_of(name: str) -> str:
     """The component of a parameter, from its path, stacked or canonical."""
     keys = name.split("/")
     leaf = keys[-1]
+    if "vision" in keys:
+        return "vision projector" if "projector" in keys else "vision tower"
     if leaf in ("embed", "unembed"):
         return {"embed": "embedding", "unembed": "output head"}[leaf]
     for kind in ("kda", "mla", "gqa"):

@@ -22,16 +22,16 @@ import jax.numpy as jnp
 from kimi_jax import layout
 from kimi_jax.config import Model
 
+_TOWER = "vision/layers"  # where the tower's stacked layers are
+
 
 def flatten(model: Model, tree: Any) -> dict[str, Any]:
     """{canonical name: array} of every leaf of `tree`, in depth order."""
-    places: dict[str, list[layout.Place]] = {}
-    for place in layout.places(layout.plan(model)):
-        places.setdefault(place.path, []).append(place)
+    places = places_of(model)
     flat: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = path_name(path)
-        head, stacked, tail = _split(name)
+        head, stacked, tail = split_name(name)
         if stacked is None:
             flat[name] = leaf
             continue
@@ -46,9 +46,7 @@ def unflatten(model: Model, flat: Mapping[str, Any], template: Any) -> Any:
     Raises:
       ValueError: names that are missing or left over, or shapes that differ.
     """
-    places: dict[str, list[layout.Place]] = {}
-    for place in layout.places(layout.plan(model)):
-        places.setdefault(place.path, []).append(place)
+    places = places_of(model)
     used: set[str] = set()
     problems: list[str] = []
 
@@ -63,7 +61,7 @@ def unflatten(model: Model, flat: Mapping[str, Any], template: Any) -> Any:
 
     def restore(path: Any, leaf: Any) -> Any:
         name = path_name(path)
-        head, stacked, tail = _split(name)
+        head, stacked, tail = split_name(name)
         if stacked is None:
             return fetch(name, tuple(leaf.shape))
         here = places[stacked]
@@ -92,7 +90,20 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _split(name: str) -> tuple[str, str | None, str]:
+def places_of(model: Model) -> dict[str, list[layout.Place]]:
+    """What each stacked path of the tree holds, the layers of its vision tower too."""
+    places: dict[str, list[layout.Place]] = {}
+    for place in layout.places(layout.plan(model)):
+        places.setdefault(place.path, []).append(place)
+    if model.vision is not None:
+        places[_TOWER] = [
+            layout.Place(f"vision/layer_{i:03d}", _TOWER, (i,), "vision", i)
+            for i in range(model.vision.num_layers)
+        ]
+    return places
+
+
+def split_name(name: str) -> tuple[str, str | None, str]:
     """(before, stacked path, after) around the scanned part of `name`, if any."""
     keys = name.split("/")
     for i, key in enumerate(keys):
@@ -101,4 +112,7 @@ def _split(name: str) -> tuple[str, str | None, str]:
             head = "".join(k + "/" for k in keys[:i])
             tail = "".join("/" + k for k in keys[i + depth :])
             return head, "/".join(keys[i : i + depth]), tail
+        if keys[i : i + 2] == _TOWER.split("/"):
+            head = "".join(k + "/" for k in keys[:i])
+            return head, _TOWER, "".join("/" + k for k in keys[i + 2 :])
     return name, None, ""

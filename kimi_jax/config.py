@@ -129,6 +129,26 @@ class Residual:
 
 
 @dataclasses.dataclass(frozen=True)
+class Vision:
+    """MoonViT-V2 and its projector (Kimi K3 report Sec. 2.4)."""
+
+    patch_size: int  # pixels, each side
+    width: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    mlp_width: int
+    position_rows: int  # of the learned grid of positions, resized to each image
+    position_columns: int
+    max_frames: int  # of one clip
+    rope_base: float
+    merge: int  # side of the squares of patches that become one position of the text
+    projector_norm_eps: float
+    placeholder: int  # the token whose positions the features of an image take
+    block_size: int  # side of an attention tile
+
+
+@dataclasses.dataclass(frozen=True)
 class Model:
     vocab_size: int
     width: int
@@ -146,6 +166,7 @@ class Model:
     ffn: FFN
     moe: MoE
     residual: Residual
+    vision: Vision | None  # None: text only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +219,8 @@ class Train:
     steps: int
     batch_size: int  # sequences a step, over all devices and micro-batches
     seq_len: int
+    row_patches: int  # room for patches of images in a sequence; 0: text only
+    row_items: int  # room for images and clips in a sequence
     micro_batches: int
     seed: int
     remat: Literal["none", "unit", "block", "nested"]

@@ -56,6 +56,21 @@ def from_dict(
     return config
 
 
+def model_from_dict(values: Mapping[str, Any]) -> schema.Model:
+    """Checked `Model` from nested plain values; lists may stand for tuples.
+
+    Raises:
+      ConfigError: as `from_dict`.
+    """
+    problems: list[str] = []
+    built = _build(schema.Model, _plain(values), "config.model", problems)
+    if not problems:
+        problems += config_rules.check_model(built)
+    if problems:
+        raise ConfigError(problems)
+    return typing.cast(schema.Model, built)
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """Nested plain values, JSON-ready; `from_dict` reads them back."""
     return dataclasses.asdict(config)
@@ -93,8 +108,12 @@ def _apply_override(tree: dict[str, Any], override: str, problems: list[str]) ->
         if key not in known:
             problems.append(_unknown(path, key, list(known)))
             return
-        cls, path = known[key], f"{path}.{key}"
+        kind, path = known[key], f"{path}.{key}"
+        cls = _section_of(kind)
         is_section, is_last = dataclasses.is_dataclass(cls), depth == len(keys) - 1
+        if is_section and is_last and cls is not kind and _parse(kind, text) is None:
+            node[key] = None
+            return
         if is_section and is_last:
             first = next(iter(_types(cls)))
             problems.append(
@@ -106,11 +125,23 @@ def _apply_override(tree: dict[str, Any], override: str, problems: list[str]) ->
             problems.append(f"{path}: a value, not a section; it has no fields")
             return
         if is_last:
-            node[key] = _parse(cls, text)
+            node[key] = _parse(kind, text)
+        elif cls is not kind and node.get(key) is None:
+            problems.append(
+                f"{path}: none in this config, so it has no fields; start from a "
+                "config file that has the section"
+            )
+            return
         elif not isinstance(node.setdefault(key, {}), dict):
             return  # a section replaced by a value in the file: _build reports it
         else:
             node = node[key]
+
+
+def _section_of(kind: Any) -> Any:
+    """The section that an optional one is when it is there; `kind` if it is none."""
+    inner = [arg for arg in typing.get_args(kind) if dataclasses.is_dataclass(arg)]
+    return inner[0] if inner else kind
 
 
 def _parse(kind: Any, text: str) -> Any:

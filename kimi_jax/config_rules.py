@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from kimi_jax import sharding
 from kimi_jax.config import (
@@ -18,6 +19,7 @@ from kimi_jax.config import (
     MoE,
     Optimizer,
     Train,
+    Vision,
     attention_kinds,
     profile_steps,
 )
@@ -32,12 +34,10 @@ _ALERTS = tuple(
 
 def check(config: Config) -> list[str]:
     """Every broken rule, as a line that names the field and the fix."""
-    problems = list(_positive(config))
-    pattern = list(_pattern(config.model))
-    problems += pattern
-    kinds = _ATTENTION if pattern else attention_kinds(config.model)
-    problems += _model(config.model, kinds)
+    problems = [*check_model(config.model), *_positive(_run_sizes(config))]
+    kinds = _ATTENTION if [*_pattern(config.model)] else attention_kinds(config.model)
     problems += _train(config.train)
+    problems += _room(config.train, config.model.vision)
     problems += _alerts(config.alerts)
     problems += _optimizer(config.optimizer, kinds)
     problems += _data(config)
@@ -49,10 +49,26 @@ def check(config: Config) -> list[str]:
     return problems
 
 
-def _positive(config: Config) -> Iterator[str]:
-    """Sizes that must be at least one, wherever they are used."""
-    model, train = config.model, config.train
-    sizes = {
+def check_model(model: Model) -> list[str]:
+    """The broken rules of the model alone."""
+    problems = list(_positive(_model_sizes(model)))
+    pattern = list(_pattern(model))
+    kinds = _ATTENTION if pattern else attention_kinds(model)
+    return problems + pattern + list(_model(model, kinds))
+
+
+_Sizes = dict[str, tuple[Any, tuple[str, ...]]]
+
+
+def _model_sizes(model: Model) -> _Sizes:
+    """What must be at least one: for a section, its values and the fields."""
+    vision: _Sizes = {}
+    if model.vision is not None:
+        names = [field.name for field in dataclasses.fields(model.vision)]
+        whole = [n for n in names if isinstance(getattr(model.vision, n), int)]
+        sizes = tuple(n for n in whole if n != "placeholder")
+        vision = {"model.vision": (model.vision, sizes)}
+    return vision | {
         "model": (model, ("vocab_size", "width", "num_layers")),
         "model.kda": (
             model.kda,
@@ -71,8 +87,13 @@ def _positive(config: Config) -> Iterator[str]:
             model.moe,
             ("num_experts", "num_active", "expert_width", "latent_width"),
         ),
+    }
+
+
+def _run_sizes(config: Config) -> _Sizes:
+    return {
         "train": (
-            train,
+            config.train,
             (
                 "steps",
                 "batch_size",
@@ -91,6 +112,10 @@ def _positive(config: Config) -> Iterator[str]:
         "alerts": (config.alerts, ("dead_steps",)),
         "evaluation": (config.evaluation, ("examples", "batch_tokens", "max_length")),
     }
+
+
+def _positive(sizes: _Sizes) -> Iterator[str]:
+    """Sizes that are below one, wherever they are used."""
     for section, (values, names) in sizes.items():
         for name in names:
             size = getattr(values, name)
@@ -148,6 +173,8 @@ def _model(model: Model, kinds: Sequence[str]) -> Iterator[str]:
     if model.ffn.num_dense_layers < model.num_layers:
         yield from _moe(model.moe)
     yield from _residual(model)
+    if model.vision is not None:
+        yield from _vision(model.vision, model)
 
 
 def _kda(model: Model) -> Iterator[str]:
@@ -209,6 +236,44 @@ def _balancing(balancing: Balancing, moe: MoE) -> Iterator[str]:
         yield (
             f"{where}.threshold_cap={balancing.threshold_cap}: must be between "
             f"num_active={moe.num_active} and num_experts={moe.num_experts}"
+        )
+
+
+def _vision(vision: Vision, model: Model) -> Iterator[str]:
+    where = "config.model.vision"
+    if vision.head_dim % 4:
+        yield (
+            f"{where}.head_dim={vision.head_dim}: must be a multiple of 4; channels "
+            "turn in pairs, every other pair along x"
+        )
+    if vision.width % 2:
+        yield f"{where}.width={vision.width}: must be even; half of the time code sines"
+    if not 0 <= vision.placeholder < model.vocab_size:
+        yield (
+            f"{where}.placeholder={vision.placeholder}: must be a token below "
+            f"config.model.vocab_size={model.vocab_size}, one that no text contains"
+        )
+    for name in ("rope_base", "projector_norm_eps"):
+        if not getattr(vision, name) > 0.0:
+            yield f"{where}.{name}={getattr(vision, name)}: must be positive"
+
+
+def _room(train: Train, vision: Vision | None) -> Iterator[str]:
+    """Room for images in a row."""
+    patches, items = train.row_patches, train.row_items
+    where = f"config.train.row_patches={patches}, row_items={items}"
+    if patches < 0 or items < 0 or bool(patches) != bool(items):
+        yield f"{where}: both at least 1, or both 0 for rows of text only"
+    elif patches and vision is None:
+        yield (
+            f"{where}: config.model.vision is none, so nothing can read images; set "
+            "both to 0, or use a config with that section"
+        )
+    elif vision is not None and vision.merge >= 1 and patches % vision.merge**2:
+        square = vision.merge**2
+        yield (
+            f"{where}: patches are merged by {square}; use row_patches="
+            f"{-(-patches // square) * square}"
         )
 
 

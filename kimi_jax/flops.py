@@ -79,12 +79,26 @@ def training_flops_per_token(model: Model, seq_len: int) -> float:
 def step_flops(cfg: Config) -> float:
     """FLOPs of one training step, over all devices.
 
-    As if every row were one document: shorter ones attend to fewer tokens, and padding
-    is counted as text.
+    As if every row were one document, and its patches one image: shorter ones attend to
+    fewer tokens, and padding is counted as text and as patches.
     """
     train = cfg.train
     per_token = training_flops_per_token(cfg.model, train.seq_len)
-    return train.batch_size * train.seq_len * per_token
+    images = TRAINING * vision_flops(cfg.model, train.row_patches)
+    return train.batch_size * (train.seq_len * per_token + images)
+
+
+def vision_flops(model: Model, patches: int) -> float:
+    """Forward FLOPs of tower and projector on one item of so many patches."""
+    vision = model.vision
+    if vision is None:
+        return 0.0
+    D, HK = vision.width, vision.num_heads * vision.head_dim
+    merged = vision.merge**2 * D
+    layer = 4 * D * HK + 2 * D * vision.mlp_width + 2 * HK * patches
+    tower = 3 * vision.patch_size**2 * D + vision.num_layers * layer
+    projector = merged * (merged + model.width) / vision.merge**2
+    return 2.0 * patches * (tower + projector)
 
 
 # Below, pairs of a multiply and an add.

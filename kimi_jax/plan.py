@@ -92,14 +92,7 @@ def make_plan(cfg: Config, mesh: Mesh) -> Plan:
     done = time.monotonic()
     device = mesh.devices.flat[0]
     row = hardware.look_up(device.device_kind)
-    stats = compiled.memory_analysis()
-    memory = Memory(
-        stats.argument_size_in_bytes,
-        stats.temp_size_in_bytes,
-        stats.generated_code_size_in_bytes,
-        stats.host_temp_size_in_bytes,
-        None if row is None else row.memory,
-    )
+    memory = memory_of(compiled, row)
     traffic = hlo.collective_bytes(compiled.as_text())
     total = flops.step_flops(cfg)
     kept = shares(cfg, state)
@@ -122,6 +115,18 @@ def make_plan(cfg: Config, mesh: Mesh) -> Plan:
         utilisation,
         lowered_at - started,
         done - lowered_at,
+    )
+
+
+def memory_of(compiled: Any, row: hardware.Device | None) -> Memory:
+    """What the compiler says that a program takes on one device."""
+    stats = compiled.memory_analysis()
+    return Memory(
+        stats.argument_size_in_bytes,
+        stats.temp_size_in_bytes,
+        stats.generated_code_size_in_bytes,
+        stats.host_temp_size_in_bytes,
+        None if row is None else row.memory,
     )
 
 
@@ -180,7 +185,7 @@ def advice(cfg: Config, plan: Plan) -> list[str]:
     if memory.arguments > limit / 2:
         axis = "expert" if _most(plan) == "routed experts" else "fsdp"
         found.append(
-            f"parameters and optimizer take {_size(memory.arguments)}: raise "
+            f"parameters and optimizer take {size_text(memory.arguments)}: raise "
             f"--config.mesh.{axis} above {mesh[axis]}, or use a larger slice"
         )
         if cfg.optimizer.momentum_dtype == "float32":
@@ -201,46 +206,53 @@ def _most(plan: Plan) -> str:
     return max(plan.shares, key=lambda share: share.parameters + share.optimizer).name
 
 
-def _size(size: float) -> str:
+def size_text(size: float) -> str:
     unit = "KiB" if size < 2**20 else "MiB" if size < 2**30 else "GiB"
     return f"{size / {'KiB': 2**10, 'MiB': 2**20, 'GiB': 2**30}[unit]:,.1f} {unit}"
 
 
-def _seconds(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def rows(cfg: Config, plan: Plan) -> list[tuple[str, list[tuple[Any, ...]]]]:
     """The plan as titled tables."""
-    memory = plan.memory
     kept: list[tuple[Any, ...]] = [("part", "parameters", "optimizer")]
-    kept += [(s.name, _size(s.parameters), _size(s.optimizer)) for s in plan.shares]
+    kept += [
+        (s.name, size_text(s.parameters), size_text(s.optimizer)) for s in plan.shares
+    ]
     kept.append(
         (
             "all",
-            _size(sum(s.parameters for s in plan.shares)),
-            _size(sum(s.optimizer for s in plan.shares)),
+            size_text(sum(s.parameters for s in plan.shares)),
+            size_text(sum(s.optimizer for s in plan.shares)),
         )
     )
-    fits = {None: "limit unknown", True: "fits", False: "DOES NOT FIT"}[memory.fits]
-    limit = "" if memory.limit is None else f" of {_size(memory.limit)}"
-    used = [
-        ("state and batch", _size(memory.arguments)),
-        ("temporaries", _size(memory.temporaries)),
-        ("program", _size(memory.program)),
-        ("all", f"{_size(memory.used)}{limit}: {fits}"),
-        ("offloaded to the host", _size(memory.offloaded)),
-    ]
-    sent: list[tuple[Any, ...]] = [("kind", "times a step", "sent by a device")]
-    sent += [
-        (kind, _times(t), _size(t.sent_bytes)) for kind, t in plan.collectives.items()
-    ]
     return [
         ("kept on a device between steps", kept),
-        ("memory of a device", used),
-        ("collectives", sent),
+        ("memory of a device", memory_rows(plan.memory, "state and batch")),
+        ("collectives", collective_rows(plan.collectives)),
         ("time", _time_rows(cfg, plan)),
     ]
+
+
+def memory_rows(memory: Memory, arguments: str) -> list[tuple[Any, ...]]:
+    """The memory as a table; `arguments` says what the program is given."""
+    fits = {None: "limit unknown", True: "fits", False: "DOES NOT FIT"}[memory.fits]
+    limit = "" if memory.limit is None else f" of {size_text(memory.limit)}"
+    return [
+        (arguments, size_text(memory.arguments)),
+        ("temporaries", size_text(memory.temporaries)),
+        ("program", size_text(memory.program)),
+        ("all", f"{size_text(memory.used)}{limit}: {fits}"),
+        ("offloaded to the host", size_text(memory.offloaded)),
+    ]
+
+
+def collective_rows(traffic: dict[str, hlo.Collective]) -> list[tuple[Any, ...]]:
+    """The collectives as a table."""
+    sent: list[tuple[Any, ...]] = [("kind", "times a step", "sent by a device")]
+    return sent + [(k, _times(t), size_text(t.sent_bytes)) for k, t in traffic.items()]
 
 
 def _times(collective: hlo.Collective) -> str:
@@ -259,12 +271,12 @@ def _time_rows(cfg: Config, plan: Plan) -> list[tuple[str, str]]:
         return found
     return [
         *found,
-        ("arithmetic, at least", _seconds(line.arithmetic)),
-        ("memory, at least", _seconds(line.memory)),
-        ("links, at least", _seconds(line.links)),
+        ("arithmetic, at least", seconds_text(line.arithmetic)),
+        ("memory, at least", seconds_text(line.memory)),
+        ("links, at least", seconds_text(line.links)),
         (
             "a step, at least",
-            f"{_seconds(line.seconds)}, bound by {line.bound}; "
+            f"{seconds_text(line.seconds)}, bound by {line.bound}; "
             f"{plan.utilisation:.0%} of peak, {tokens / line.seconds:,.0f} tokens/s",
         ),
     ]

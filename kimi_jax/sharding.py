@@ -73,6 +73,13 @@ PARAMETERS: dict[str, Axes] = {
     "experts_down": ("experts", "hidden", "latent"),
     **dict.fromkeys(("norm", "o_norm", "latent_norm", "gain", "query"), _VECTOR),
     **dict.fromkeys(("q_a_norm", "kv_a_norm", "bias"), _VECTOR),
+    # The vision tower.
+    "patch": (None, "width"),
+    "position": (None, None, "width"),
+    "qkv": ("width", None, "heads", None),
+    "project_in": ("width", "hidden"),
+    "project_out": ("hidden", "width"),
+    **dict.fromkeys(("attention_norm", "mlp_norm"), _VECTOR),
     "weight": (),
     "ns_coeffs": (None, None),  # a constant that optax keeps in the state of Muon
 }
@@ -175,6 +182,13 @@ def _split_sizes(cfg: config.Config) -> list[tuple[str, int, tuple[str, ...]]]:
             ("model.moe.num_experts", moe.num_experts, EXPERTS),
             ("model.moe.expert_width", moe.expert_width, ("tensor",)),
             ("model.moe.latent_width", latent, ("fsdp",)),
+        ]
+    if model.vision is not None:
+        vision = model.vision
+        sizes += [
+            ("model.vision.width", vision.width, ("fsdp",)),
+            ("model.vision.num_heads", vision.num_heads, ("tensor",)),
+            ("model.vision.mlp_width", vision.mlp_width, ("tensor",)),
         ]
     return sizes
 

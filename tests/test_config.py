@@ -8,6 +8,7 @@ from kimi_jax import config_io
 from kimi_jax.config import attention_kinds, ffn_kinds
 from kimi_jax.config_io import ConfigError
 from tests import tiny
+from tests.modules import vision_cases
 
 
 def problems(*overrides: str, change=None) -> tuple[str, ...]:
@@ -111,6 +112,35 @@ def test_bad_override(override, words):
     extra = ("model.attention=gqa",) if "gqa" in override else ()
     found = problems(override, *extra)
     assert any(words in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.vision.num_layers=0", "model.vision.num_layers=0: must be at least 1"),
+        ("model.vision.head_dim=6", "must be a multiple of 4"),
+        ("model.vision.width=15", "must be even"),
+        ("model.vision.placeholder=272", "a token below config.model.vocab_size=272"),
+        ("model.vision.rope_base=0", "must be positive"),
+        ("model.vision.widht=3", "did you mean config.model.vision.width?"),
+        ("model.vision=3", "a section, not a value"),
+        ("model.vision=none", "nothing can read images; set both to 0"),
+        ("train.row_patches=38", "merged by 4; use row_patches=40"),
+        ("train.row_items=0", "both at least 1, or both 0"),
+        ("mesh.fsdp=3", "does not divide model.vision.width = 16; try"),
+    ],
+)
+def test_bad_override_of_a_model_that_sees(override, words):
+    with pytest.raises(ConfigError) as caught:
+        vision_cases.make(override)
+    assert any(words in p for p in caught.value.problems), caught.value.problems
+
+
+def test_a_section_that_is_not_there_has_no_fields():
+    (found,) = problems("model.vision.width=8")
+    assert "config.model.vision: none in this config" in found
+    text = ("model.vision=none", "train.row_patches=0", "train.row_items=0")
+    assert vision_cases.make(*text).model.vision is None
 
 
 def test_rules_across_fields_of_the_optimizer():

@@ -62,6 +62,15 @@ def test_k3_has_its_published_size():
     assert (round(total, 2), round(active, 2)) == (2779.48, 104.19)
 
 
+def test_k3_has_its_published_tower_beside_the_same_text_model():
+    config = load("k3", "vision=1")
+    *text, tower, projector = accounting.parameter_parts(config.model)
+    assert (tower.name, tower.total) == ("vision tower", 401_214_464)
+    assert (projector.name, projector.total) == ("vision projector", 46_144_512)
+    assert text == accounting.parameter_parts(load("k3").model)
+    assert not sharding.misfits(config, dataclasses.asdict(config.mesh))
+
+
 def test_kimi_linear_has_its_published_size():
     total, active = billions("kimi_linear_48b")
     assert round(total, 1) == 49.1

@@ -1,5 +1,6 @@
 """FLOPs against counts by hand, the parameter tree, XLA and published sizes."""
 
+import dataclasses
 import math
 import runpy
 
@@ -8,9 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from kimi_jax import accounting, canonical, config_io, flops, hardware
-from kimi_jax.modules import transformer
+from kimi_jax.modules import transformer, vision
 from pallas_kernels.kda import gates, reference
 from tests import tiny
+from tests.modules import vision_cases
 
 
 def load(name):
@@ -102,6 +104,22 @@ def test_published_models_at_8k(name, total, attention, kda):
         16385 / 8193
     )
     assert longer == parts
+
+
+def test_a_tower_costs_two_flops_a_parameter_and_patch_and_its_attention():
+    cfg = vision_cases.make("train.row_patches=16")
+    model, per_merged = cfg.model, ("project_in", "project_out")
+    params = jax.eval_shape(lambda: vision.init(model, jax.random.key(0)))
+    want = 0.0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = canonical.path_name(path).rsplit("/", 1)[-1]
+        if "norm" not in name and name != "position":
+            want += 2 * math.prod(leaf.shape) * (4 if name in per_merged else 16)
+    attention = 2 * (2 * 2 * 16 * 16 * 16)  # layers, products, width, patches
+    assert flops.vision_flops(model, 16) == want + attention
+    text = dataclasses.replace(cfg, model=dataclasses.replace(model, vision=None))
+    row = flops.step_flops(cfg) - flops.step_flops(text)
+    assert row == cfg.train.batch_size * 3 * (want + attention)
 
 
 def test_the_delta_rule_costs_what_xla_counts():

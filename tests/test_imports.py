@@ -46,7 +46,7 @@ OTHERS = {
     "pallas_kernels": {"jax", "numpy"},
     "pallas_kernels.kda.gpu": {"jax", "jax_triton", "numpy", "triton"},
     "kimi_jax.ops": {"jax", "numpy"},
-    "kimi_jax.data": {"etils", "grain", "numpy"},
+    "kimi_jax.data": {"PIL", "etils", "grain", "numpy"},
 }
 
 

@@ -14,10 +14,14 @@ from kimi_jax import canonical, config_io, sharding
 from kimi_jax.errors import UserError
 from kimi_jax.train.step import init_state, make_transform
 from tests import tiny
+from tests.modules import vision_cases
 
 
 def published(name: str, *overrides: str):
-    values = runpy.run_path(f"configs/{name}.py")["get_config"]()
+    file, _, argument = name.partition(":")
+    values = runpy.run_path(f"configs/{file}.py")["get_config"](
+        *filter(None, [argument])
+    )
     return config_io.from_dict(values, overrides)
 
 
@@ -52,6 +56,9 @@ CONFIGS = {
     ),
     "k3": lambda: published("k3"),
     "k3-adamw": lambda: published("k3", "optimizer.kind=adamw"),
+    "vision": lambda: vision_cases.make(*MESH),
+    "vision-adamw": lambda: vision_cases.make(*MESH, "optimizer.kind=adamw"),
+    "k3-vision": lambda: published("k3:vision=1"),
     "kimi-linear": lambda: published("kimi_linear_48b", *MESH, "mesh.expert=4"),
 }
 

@@ -7,6 +7,10 @@ tokenizer        what a tokenizer is; bytes and 16 specials
 tokenizer_files  tokenizer.json and tiktoken files
 build_store      tokenise a source once, resumably
 store            the flat token stream on disk
+images           image files to patches
+media            documents with images in them
+media_sources    what a user names, to such documents
+words            pictures of numbers, drawn on the spot
 documents        documents of a token store: held out or not, and by length
 packing          which pieces of which documents share a window
 windows          windows by index

@@ -7,11 +7,14 @@ them are kept as places in the store; no token is copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from kimi_jax.data.permutation import uniform
+
+if TYPE_CHECKING:
+    from kimi_jax.data.media import MediaStore
 
 
 class TokenStore(Protocol):
@@ -35,6 +38,7 @@ class Documents(NamedTuple):
     tokens_N: np.ndarray
     start_D: np.ndarray
     end_D: np.ndarray
+    media: MediaStore | None = None  # the store, if its documents show images
 
     @property
     def sizes_D(self) -> np.ndarray:
@@ -43,7 +47,7 @@ class Documents(NamedTuple):
 
     def select(self, keep_D: np.ndarray) -> Documents:
         """Those for which `keep_D` is true."""
-        return Documents(self.tokens_N, self.start_D[keep_D], self.end_D[keep_D])
+        return self._replace(start_D=self.start_D[keep_D], end_D=self.end_D[keep_D])
 
 
 class Split(NamedTuple):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -25,8 +25,10 @@ import numpy as np
 from kimi_jax.config import Config
 from kimi_jax.data import mixture, statistics
 from kimi_jax.data.build_store import Progress, prepare_store
-from kimi_jax.data.documents import Documents, TokenStore, hold_out
+from kimi_jax.data.documents import Documents, Split, TokenStore, hold_out
 from kimi_jax.data.haystacks import load_haystack
+from kimi_jax.data.media import NO_ROOM, MediaStore, Room
+from kimi_jax.data.media_sources import is_media, load_store, room_of
 from kimi_jax.data.parts import make_cells, make_pools
 from kimi_jax.data.permutation import permute
 from kimi_jax.data.store import check_vocabulary
@@ -34,6 +36,7 @@ from kimi_jax.data.task_windows import EvalTasks, TaskWindows, is_task, make_tas
 from kimi_jax.data.tokenizer import Tokenizer
 from kimi_jax.data.tokenizer_files import load_tokenizer
 from kimi_jax.data.windows import Batch, Pool, Windows, pack, padding_batch, share_of
+from kimi_jax.tasks.example import Stream, Task
 from kimi_jax.tasks.text import Text
 
 UNIGRAM_TOKENS = 2**22
@@ -120,7 +123,7 @@ class TrainBatches:
         index_B = step * self.batch_size + np.arange(mine.start, mine.stop)
         part_B, count_B = self.schedule.rows(index_B, self.seed)
         first = self.parts[0]
-        batch = padding_batch(len(index_B), first.length, first.pad)
+        batch = padding_batch(len(index_B), first.length, first.pad, first.room)
         for part in np.unique(part_B).tolist():
             row_B = np.flatnonzero(part_B == part)
             self.parts[part].write(batch, row_B, self._windows(part, count_B[row_B]))
@@ -155,6 +158,7 @@ class EvalBatches:
     length: int
     max_batches: int
     pad: int
+    room: Room = NO_ROOM
     graded: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -163,8 +167,8 @@ class EvalBatches:
     @functools.cached_property
     def pool(self) -> Pool:
         """All windows of the held-out text."""
-        packed = tuple(pack(source, self.length, "split") for source in self.sources)
-        return Pool(packed, self.length, self.pad)
+        packed = (pack(s, self.length, "split", self.room) for s in self.sources)
+        return Pool(tuple(packed), self.length, self.pad, self.room)
 
     @functools.cached_property
     def windows(self) -> np.ndarray:
@@ -175,7 +179,13 @@ class EvalBatches:
 
     def at(self, length: int, batch_size: int) -> EvalBatches:
         """The same text in windows of another length, such as a multiple of this."""
-        return dataclasses.replace(self, length=length, batch_size=batch_size)
+        room = self.room._replace(
+            patches=self.room.patches * length // self.length,
+            items=self.room.items * length // self.length,
+        )
+        return dataclasses.replace(
+            self, length=length, batch_size=batch_size, room=room
+        )
 
     def __len__(self) -> int:
         return -(-len(self.windows) // self.batch_size)
@@ -240,8 +250,10 @@ def load_data(
     check_vocabulary(tokenizer, cfg.model.vocab_size)
     if any(map(is_task, cfg.data.sources)):
         return make_task_data(tokenizer, cfg)
-    stores = [
-        prepare_store(
+    stores: list[TokenStore] = [
+        load_store(source, tokenizer, cfg)
+        if is_media(source)
+        else prepare_store(
             source,
             tokenizer,
             folder / f"{number:02}",
@@ -271,13 +283,14 @@ def make_data(stores: Sequence[TokenStore], tokenizer: Tokenizer, cfg: Config) -
     """
     data, train = cfg.data, cfg.train
     _check_mixture(data.mixture, len(stores))
-    splits = [hold_out(store, data.validation_fraction, data.seed) for store in stores]
+    splits = [_hold_out(store, cfg) for store in stores]
     names = [store.title for store in stores]
-    cells = make_cells([s.train for s in splits], names, data, train.seq_len)
+    room = room_of(cfg)
+    cells = make_cells([s.train for s in splits], names, data, train.seq_len, room)
     phases = mixture.combine(data.mixture, data.strata_mixture)
     run_rows = train.steps * train.batch_size
     schedule = mixture.make_schedule(phases, run_rows)
-    pools = make_pools(cells, phases, train.seq_len, tokenizer.pad)
+    pools = make_pools(cells, phases, train.seq_len, tokenizer.pad, room)
     batches = TrainBatches(pools, schedule, train.batch_size, data.seed)
     validation = EvalBatches(
         tuple(split.validation for split in splits),
@@ -285,6 +298,7 @@ def make_data(stores: Sequence[TokenStore], tokenizer: Tokenizer, cfg: Config) -
         train.seq_len,
         train.eval_batches,
         tokenizer.pad,
+        room,
     )
     train_N, validation_N = (
         sum(int(side.sizes_D.sum()) for side in sides)
@@ -305,6 +319,13 @@ def make_data(stores: Sequence[TokenStore], tokenizer: Tokenizer, cfg: Config) -
     return Data(batches, validation, tokenizer, identity, summary, figures)
 
 
+def _hold_out(store: TokenStore, cfg: Config) -> Split:
+    split = hold_out(store, cfg.data.validation_fraction, cfg.data.seed)
+    if not isinstance(store, MediaStore):
+        return split
+    return Split(*(side._replace(media=store) for side in split))
+
+
 def make_task_data(tokenizer: Tokenizer, cfg: Config) -> Data:
     """Generated tasks in place of text: each row an instance, without end.
 
@@ -319,27 +340,31 @@ def make_task_data(tokenizer: Tokenizer, cfg: Config) -> Data:
     text = Text(tokenizer, load_haystack(data.haystack))
     tasks = make_tasks(data.sources, text, train.seq_len)
     _check_mixture(data.mixture, len(tasks))
-    parts = tuple(
-        TaskWindows((task,), train.seq_len, tokenizer.pad, data.seed, "training")
-        for task in tasks.values()
-    )
+    all_tasks, room = tuple(tasks.values()), room_of(cfg)
+
+    def windows(tasks: Sequence[Task], stream: Stream) -> TaskWindows:
+        row = train.seq_len, tokenizer.pad, room
+        return TaskWindows(tuple(tasks), *row, data.seed, stream)
+
+    parts = tuple(windows((task,), "training") for task in all_tasks)
     phases = mixture.combine(data.mixture or ((0.0, *[1.0] * len(parts)),), ())
     schedule = mixture.make_schedule(phases, train.steps * train.batch_size)
     batches = TrainBatches(parts, schedule, train.batch_size, data.seed)
-    held_out = TaskWindows(
-        tuple(tasks.values()), train.seq_len, tokenizer.pad, data.seed, "validation"
-    )
+    held_out = windows(all_tasks, "validation")
     validation = EvalTasks(held_out, train.batch_size, train.eval_batches)
+    bytes_W = tokenizer.bytes_per_token
     summary: dict[str, str | int | float] = {
         "source": ", ".join(tasks),
-        "unigram_bits_per_byte": unigram_entropy(validation, tokenizer.bytes_per_token),
+        "unigram_bits_per_byte": _entropy(
+            (validation[i] for i in range(len(validation))), bytes_W
+        ),
     }
     identity = {f"source {i}": name for i, name in enumerate(tasks)}
     identity |= {"tokenizer": tokenizer.fingerprint, "haystack": text.haystack.digest}
     return Data(batches, validation, tokenizer, identity, summary, [])
 
 
-def unigram_entropy(source: EvalBatches | EvalTasks, bytes_W: np.ndarray) -> float:
+def unigram_entropy(source: EvalBatches, bytes_W: np.ndarray) -> float:
     """Entropy of the token frequencies, in bits a byte; specials do not count.
 
     What a model reaches that knows how often each token occurs and nothing else. At
@@ -352,11 +377,15 @@ def unigram_entropy(source: EvalBatches | EvalTasks, bytes_W: np.ndarray) -> flo
       ValueError: the text is empty.
     """
     most = max(1, UNIGRAM_TOKENS // (64 * source.length))
-    most = min(most, source.max_batches) if source.graded else most
     text = dataclasses.replace(source, batch_size=64, max_batches=most)
+    pool = dataclasses.replace(text.pool, room=NO_ROOM)  # decodes no image
+    groups = (text.windows[at : at + 64] for at in range(0, len(text.windows), 64))
+    return _entropy((pool.read(index_B, len(index_B)) for index_B in groups), bytes_W)
+
+
+def _entropy(batches: Iterable[Batch], bytes_W: np.ndarray) -> float:
     counts_W = np.zeros(len(bytes_W), np.int64)
-    for step in range(len(text)):
-        batch = text[step]
+    for batch in batches:
         targets_N = batch["targets"][batch["weights"] > 0]
         counts_W += np.bincount(targets_N, minlength=len(bytes_W))
     counts_W[bytes_W == 0] = 0

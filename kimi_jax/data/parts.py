@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kimi_jax.config import Data
 from kimi_jax.data.documents import Documents, by_length, stratum_name
+from kimi_jax.data.media import NO_ROOM, Room
 from kimi_jax.data.mixture import Phase
 from kimi_jax.data.windows import Packed, Pool, pack
 
@@ -31,14 +32,18 @@ class Cell(NamedTuple):
 
 
 def make_cells(
-    sources: Sequence[Documents], names: Sequence[str], data: Data, length: int
+    sources: Sequence[Documents],
+    names: Sequence[str],
+    data: Data,
+    length: int,
+    room: Room = NO_ROOM,
 ) -> list[Cell]:
     """Cells in the order of sources, then strata; some may be empty."""
     cells = []
     for source, (documents, name) in enumerate(zip(sources, names, strict=True)):
         for stratum, members in enumerate(by_length(documents, data.strata)):
             part = part_of(source, stratum, data)
-            packed = pack(members, length, data.packing)
+            packed = pack(members, length, data.packing, room)
             label = stratum_name(data.strata, stratum)
             cells.append(Cell(name, label, part, members, packed))
     return cells
@@ -52,7 +57,11 @@ def part_of(source: int, stratum: int, data: Data) -> int:
 
 
 def make_pools(
-    cells: Sequence[Cell], phases: Sequence[Phase], length: int, pad: int
+    cells: Sequence[Cell],
+    phases: Sequence[Phase],
+    length: int,
+    pad: int,
+    room: Room = NO_ROOM,
 ) -> tuple[Pool, ...]:
     """The windows of each part.
 
@@ -62,7 +71,7 @@ def make_pools(
     pools = []
     for part in range(len(phases[0].weights_P)):
         members = [cell for cell in cells if cell.part == part]
-        pool = Pool(tuple(cell.packed for cell in members), length, pad)
+        pool = Pool(tuple(cell.packed for cell in members), length, pad, room)
         weight = max(float(phase.weights_P[part]) for phase in phases)
         if weight and not pool.windows:
             names = " / ".join(cell.name for cell in members)

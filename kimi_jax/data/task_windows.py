@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from kimi_jax.data.media import Room
 from kimi_jax.data.windows import Batch, padding_batch, share_of
 from kimi_jax.errors import UserError
 from kimi_jax.tasks import specs
@@ -61,6 +62,7 @@ class TaskWindows:
     tasks: tuple[Task, ...]
     length: int
     pad: int
+    room: Room  # of batches for a model with images; tasks have none
     seed: int
     stream: Stream
     windows: ClassVar[int] = 1 << 40  # as good as no end, and any product fits 63 bits
@@ -79,7 +81,11 @@ class TaskWindows:
             for task in self.tasks
             for stretched in [task.length * length // self.length]
         )
-        return dataclasses.replace(self, tasks=tasks, length=length)
+        room = self.room._replace(
+            patches=self.room.patches * length // self.length,
+            items=self.room.items * length // self.length,
+        )
+        return dataclasses.replace(self, tasks=tasks, length=length, room=room)
 
 
 def write_row(batch: Batch, row: int, example: Example) -> None:
@@ -125,7 +131,7 @@ class EvalTasks:
         if not 0 <= step < len(self):
             raise IndexError(f"batch {step} of {len(self)}; indices count from 0")
         mine = share_of(self.batch_size, reader, readers)
-        batch = padding_batch(len(mine), self.length, self.source.pad)
+        batch = padding_batch(len(mine), self.length, self.source.pad, self.source.room)
         first = step * self.batch_size
         index_B = np.arange(first + mine.start, first + mine.stop)
         self.source.write(batch, np.arange(len(mine)), index_B)

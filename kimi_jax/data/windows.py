@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kimi_jax.data.documents import Documents
+from kimi_jax.data.media import NO_ROOM, MediaStore, Room
 from kimi_jax.data.packing import PACKINGS, Pieces
 
 Batch = dict[str, np.ndarray]
@@ -38,6 +39,10 @@ class Windows(Protocol):
         """The token of positions without text."""
 
     @property
+    def room(self) -> Room:
+        """For images in each row."""
+
+    @property
     def windows(self) -> int:
         """How many there are."""
 
@@ -50,10 +55,20 @@ class Packed(NamedTuple):
 
     tokens_N: np.ndarray
     pieces: Pieces
+    media: MediaStore | None = None
 
 
-def pack(documents: Documents, length: int, packing: str) -> Packed:
-    """The windows of `documents`; packing is a key of `PACKINGS`."""
+def pack(
+    documents: Documents, length: int, packing: str, room: Room = NO_ROOM
+) -> Packed:
+    """The windows of `documents`; packing is a key of `PACKINGS`.
+
+    Documents with images are kept whole by any packing.
+    """
+    media = documents.media
+    if media is not None:
+        pieces = media.pack(documents, length, room)
+        return Packed(documents.tokens_N, pieces, media)
     return Packed(documents.tokens_N, PACKINGS[packing](documents, length))
 
 
@@ -65,11 +80,13 @@ class Pool:
       packed: packed for windows of `length`.
       length: T, inputs a window.
       pad: the token of positions without text.
+      room: for images in each row.
     """
 
     packed: tuple[Packed, ...]
     length: int
     pad: int
+    room: Room = NO_ROOM
 
     @functools.cached_property
     def ends(self) -> np.ndarray:
@@ -82,7 +99,7 @@ class Pool:
 
     def read(self, index_B: Sequence[int] | np.ndarray, rows: int) -> Batch:
         """A batch of `rows` rows: the windows `index_B`, then padding."""
-        batch = padding_batch(rows, self.length, self.pad)
+        batch = padding_batch(rows, self.length, self.pad, self.room)
         self.write(batch, np.arange(len(index_B)), np.asarray(index_B))
         return batch
 
@@ -120,7 +137,7 @@ def share_of(batch_size: int, reader: int, readers: int) -> range:
     return range(reader * size, (reader + 1) * size)
 
 
-def padding_batch(rows: int, length: int, pad: int) -> Batch:
+def padding_batch(rows: int, length: int, pad: int, room: Room = NO_ROOM) -> Batch:
     """Rows without text.
 
     Returns:
@@ -128,9 +145,17 @@ def padding_batch(rows: int, length: int, pad: int) -> Batch:
       targets [rows, T] int32, the token after each input; `pad` if there is none.
       segment_ids [rows, T] int32: documents counted from 1 within the row; 0: padding.
       weights [rows, T] float32: 1 where there is a target, else 0.
+      And, with room for images, what `kimi_jax.modules.vision.Media` holds:
+      patches [rows, P, C] float32 and grids [rows, I, 3] int32; zeros.
     """
     shape = rows, length
-    return {
+    pictures = {}
+    if room.patches:
+        pictures = {
+            "patches": np.zeros((rows, room.patches, room.values), np.float32),
+            "grids": np.zeros((rows, room.items, 3), np.int32),
+        }
+    return pictures | {
         "tokens": np.full(shape, pad, np.int32),
         "targets": np.full(shape, pad, np.int32),
         "segment_ids": np.zeros(shape, np.int32),
@@ -154,3 +179,5 @@ def _write_window(batch: Batch, row: int, packed: Packed, window: int) -> None:
         segment_ids_T[at : at + inputs] = segment
         weights_T[at : at + targets] = 1
         at += inputs
+    if packed.media is not None:
+        packed.media.finish(batch, row, pieces.start_P[mine].tolist())

@@ -26,7 +26,7 @@ from kimi_jax.infer.slots import Live, Slots
 
 @dataclasses.dataclass(eq=False)
 class _Job:
-    index: int
+    number: int
     sequence: Live
     ask: Ask
     drawn: list[int] = dataclasses.field(default_factory=list)
@@ -111,17 +111,17 @@ class Generator(Slots):
         """`stream`, collected."""
         made = [Completion([], [], "", None) for _ in requests]
         for piece in self.stream(requests):
-            done = made[piece.index]
+            done = made[piece.number]
             done.tokens.extend(piece.tokens)
             done.logprobs.extend(piece.logprobs)
-            made[piece.index] = done._replace(
+            made[piece.number] = done._replace(
                 finished=piece.finished or "", routes=piece.routes
             )
         return made
 
     def _admit(self, queue: list[tuple[int, Request]], jobs: list[_Job]) -> None:
         """Start requests, first come first served, while slots and pages are left."""
-        while queue and self.free_slots():
+        while queue and (self.free_slots() or not jobs):
             index, request = queue[-1]
             room = request.ask.max_tokens
             total = len(request.prompt) + room
@@ -197,7 +197,7 @@ class Generator(Slots):
         if finished and routes_KBLA is not None:
             routes = np.concatenate(sequence.routes)
         logprobs = logprob_KB[at, slot].tolist()
-        return Piece(job.index, tokens, logprobs, finished, routes)
+        return Piece(job.number, tokens, logprobs, finished, routes)
 
     def _check_ask(self, tokens: Sequence[int], ask: Ask) -> None:
         self.check(tokens, ask.max_tokens)

@@ -88,51 +88,79 @@ def decode(
     ends with `wanted_B` tokens, or those of a stop sequence. The last token that it
     drew is not read yet.
     """
+    K = ask.forced_BK.shape[1]
+
+    def reads(state: _Decoding) -> jax.Array:
+        goes_on_B = (state.left_B > 0) & (ask.forced_B > 0)
+        return (state.k < ask.forced_B) | goes_on_B
+
+    def more(state: _Decoding) -> jax.Array:
+        return (state.k < K) & jnp.any(reads(state))
+
+    def step(state: _Decoding) -> _Decoding:
+        k, reads_B = state.k, reads(state)
+        given_B = jax.lax.dynamic_index_in_dim(ask.forced_BK, k, 1, keepdims=False)
+        token_B = jnp.where(k < ask.forced_B, given_B, state.last_B)
+        cache, logits_BW, chosen = _step(
+            model, variables, state.cache, routes, token_B, reads_B
+        )
+        token_B, logprob_B = draw(logits_BW, cache.length_B, ask.knobs, allowed_W)
+        draws_B = reads_B & (k >= ask.forced_B - 1) & (state.left_B > 0)
+        return _record(state, ask, cache, token_B, logprob_B, draws_B, chosen)
+
+    state = jax.lax.while_loop(more, step, _before(model, cache, ask, routes))
+    drawn = state.drawn._replace(length_B=state.cache.length_B)
+    whole = jax.tree.map(lambda x: sharding.constrain(x, *(None,) * x.ndim), drawn)
+    return constrain(state.cache), whole
+
+
+class _Decoding(NamedTuple):
+    """What the steps of `decode` hand on."""
+
+    k: jax.Array
+    cache: Cache
+    last_B: Any  # int32, the token drawn last
+    left_B: Any  # int32, tokens that may still be drawn
+    recent_BL: Any
+    drawn: Drawn
+
+
+def _before(model: config.Model, cache: Cache, ask: Ask, routes: bool) -> _Decoding:
     B, K = ask.forced_BK.shape
-    token_KB = jnp.full((K, B), -1, jnp.int32)
-    precise = jnp.promote_types(model.dtype, jnp.float32)
+    wide = jnp.promote_types(model.dtype, jnp.float32)
     routes_KBLA = None
     if routes:
         shape = (K, B, *routes_shape(model))
         routes_KBLA = jnp.full(shape, model.moe.num_experts, jnp.int32)
-    drawn = Drawn(token_KB, jnp.zeros((K, B), precise), cache.length_B, routes_KBLA)
+    token_KB = jnp.full((K, B), -1, jnp.int32)
+    drawn = Drawn(token_KB, jnp.zeros((K, B), wide), cache.length_B, routes_KBLA)
+    first_B, zero = ask.forced_BK[:, 0], jnp.zeros((), jnp.int32)
+    asked = (jnp.asarray(x) for x in (first_B, ask.wanted_B, ask.recent_BL))
+    return _Decoding(zero, cache, *asked, drawn)
 
-    def reads(k: jax.Array, left_B: jax.Array) -> jax.Array:
-        return (k < ask.forced_B) | ((left_B > 0) & (ask.forced_B > 0))
 
-    def more(carry: Any) -> jax.Array:
-        k, _, _, left_B, _, _ = carry
-        return (k < K) & jnp.any(reads(k, left_B))
-
-    def step(carry: Any) -> Any:
-        k, cache, last_B, left_B, recent_BL, drawn = carry
-        reads_B = reads(k, left_B)
-        given_B = jax.lax.dynamic_index_in_dim(ask.forced_BK, k, 1, keepdims=False)
-        token_B = jnp.where(k < ask.forced_B, given_B, last_B)
-        cache, logits_BW, chosen = _step(
-            model, variables, cache, routes, token_B, reads_B
-        )
-        token_B, logprob_B = draw(logits_BW, cache.length_B, ask.knobs, allowed_W)
-        draws_B = reads_B & (k >= ask.forced_B - 1) & (left_B > 0)
-        moved_BL = jnp.concatenate([recent_BL[:, 1:], token_B[:, None]], axis=1)
-        recent_BL = jnp.where(draws_B[:, None], moved_BL, recent_BL)
-        left_B = jnp.where(draws_B, left_B - 1, left_B)
-        left_B = jnp.where(draws_B & _stops(recent_BL, ask.stop_BSL), 0, left_B)
-        drawn = drawn._replace(
-            token_KB=drawn.token_KB.at[k].set(jnp.where(draws_B, token_B, -1)),
-            logprob_KB=drawn.logprob_KB.at[k].set(logprob_B),
-        )
-        if routes:
-            kept = drawn.routes_KBLA.at[k].set(chosen)
-            drawn = drawn._replace(routes_KBLA=kept)
-        return k + 1, cache, token_B, left_B, recent_BL, drawn
-
-    start = (jnp.zeros((), jnp.int32), cache, ask.forced_BK[:, 0])
-    start += (jnp.asarray(ask.wanted_B), jnp.asarray(ask.recent_BL), drawn)
-    _, cache, *_, drawn = jax.lax.while_loop(more, step, start)
-    drawn = drawn._replace(length_B=cache.length_B)
-    whole = jax.tree.map(lambda x: sharding.constrain(x, *(None,) * x.ndim), drawn)
-    return constrain(cache), whole
+def _record(
+    state: _Decoding,
+    ask: Ask,
+    cache: Cache,
+    token_B: jax.Array,
+    logprob_B: jax.Array,
+    draws_B: jax.Array,
+    chosen: jax.Array | None,
+) -> _Decoding:
+    """The state after a step: what was drawn, and which rows that ended."""
+    k, drawn = state.k, state.drawn
+    moved_BL = jnp.concatenate([state.recent_BL[:, 1:], token_B[:, None]], axis=1)
+    recent_BL = jnp.where(draws_B[:, None], moved_BL, state.recent_BL)
+    left_B = jnp.where(draws_B, state.left_B - 1, state.left_B)
+    left_B = jnp.where(draws_B & _stops(recent_BL, ask.stop_BSL), 0, left_B)
+    drawn = drawn._replace(
+        token_KB=drawn.token_KB.at[k].set(jnp.where(draws_B, token_B, -1)),
+        logprob_KB=drawn.logprob_KB.at[k].set(logprob_B),
+    )
+    if drawn.routes_KBLA is not None and chosen is not None:
+        drawn = drawn._replace(routes_KBLA=drawn.routes_KBLA.at[k].set(chosen))
+    return _Decoding(k + 1, cache, token_B, left_B, recent_BL, drawn)
 
 
 def _step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -23,9 +24,12 @@ class Ask:
     """
 
     max_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
     stop: tuple[tuple[int, ...], ...] = ()  # sequences of tokens, kept in the result
     seed: int = 0
+    # Looked at after each call with all tokens drawn: True ends the sequence there. The
+    # call may have drawn a few more than it takes.
+    until: Callable[[list[int]], bool] | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -53,7 +57,7 @@ class Request:
 class Piece(NamedTuple):
     """Tokens that were just drawn."""
 
-    index: int  # of the request, or of the sequence, in the list that was given
+    number: int  # of the request, or of the sequence, in the list that was given
     tokens: list[int]
     logprobs: list[float]  # of the model itself, see `sampling.draw`
     finished: str | None  # "stop", "length", or None: more to come
@@ -81,5 +85,7 @@ def stop_arrays(asks: list[Ask | None]) -> np.ndarray:
 
 
 def ends(tokens: list[int], ask: Ask) -> bool:
-    """Whether the tokens that were drawn end with a stop sequence."""
+    """Whether the tokens that were drawn are all that was wanted, by their content."""
+    if ask.until is not None and ask.until(tokens):
+        return True
     return any(tokens[-len(stop) :] == list(stop) for stop in ask.stop)

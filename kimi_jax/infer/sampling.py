@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,24 +53,22 @@ class Sampling:
 class Knobs(NamedTuple):
     """The settings of every row."""
 
-    seed_B: jax.Array | np.ndarray  # uint32
-    temperature_B: jax.Array | np.ndarray
-    top_k_B: jax.Array | np.ndarray
-    top_p_B: jax.Array | np.ndarray
-    min_p_B: jax.Array | np.ndarray
+    seed_B: Any  # uint32
+    temperature_B: Any
+    top_k_B: Any
+    top_p_B: Any
+    min_p_B: Any
 
 
 def make_knobs(rows: Sequence[tuple[Sampling, int] | None]) -> Knobs:
     """Of (sampling, seed) for each row; None: a row that draws nothing."""
     filled = [row or (Sampling(0.0), 0) for row in rows]
-    columns = zip(*(dataclasses.astuple(sampling) for sampling, _ in filled))
-    temperature, top_k, top_p, min_p = columns
     return Knobs(
         np.array([seed % 2**32 for _, seed in filled], np.uint32),
-        np.array(temperature, np.float32),
-        np.array(top_k, np.int32),
-        np.array(top_p, np.float32),
-        np.array(min_p, np.float32),
+        np.array([s.temperature for s, _ in filled], np.float32),
+        np.array([s.top_k for s, _ in filled], np.int32),
+        np.array([s.top_p for s, _ in filled], np.float32),
+        np.array([s.min_p for s, _ in filled], np.float32),
     )
 
 

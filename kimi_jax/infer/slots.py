@@ -62,7 +62,7 @@ class Slots:
         between calls; what is in the cache was made by those before.
       slots: B, sequences that live at one time.
       length: most tokens of a sequence.
-      mesh: any mesh of the project; None: one device. `slots` is a multiple of its rows.
+      mesh: any of the project's, whose rows divide `slots`; None: one device.
       page_size: tokens of a page.
       num_pages: in the pool; None: enough for all slots at full length.
       cache_dtype: of the pages; None: the model's.

@@ -148,7 +148,7 @@ def attend_cached(
     Writes their latents to the module's pages `names` first. Latents of the past come
     from there, in the dtype of the pages.
     """
-    pools = [module.get_variable(PAGES, name) for name in names]
+    pools: list[jax.Array] = [module.get_variable(PAGES, name) for name in names]
     heads, lead = ("rows", None, "heads", None), (None, None)
     pool_axes = [(*lead, *AXES[name]) for name in names]
     o_BTHV, *pools = islands.island(

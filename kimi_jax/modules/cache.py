@@ -19,6 +19,7 @@ counts pages on that device.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any, NamedTuple
 
@@ -47,8 +48,8 @@ class Cache(NamedTuple):
 
     states: dict[str, Any]  # of fixed size; the third axis of each array is B
     pages: dict[str, Any]  # the pool; the third axis of each array is N
-    table_BM: jax.Array  # int32; a row needs entries for the tokens that it holds only
-    length_B: jax.Array  # int32, tokens read
+    table_BM: Any  # int32; a row needs entries for the tokens that it holds only
+    length_B: Any  # int32, tokens read
 
 
 class Chunk(NamedTuple):
@@ -89,15 +90,18 @@ def init_cache(
         dtype=dtype,
         mesh=mesh,
     )
-    where = None if mesh is None else jax.tree.map(lambda x: x.sharding, shapes)
 
     def make() -> Cache:
         cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        if num_pages is not None:
-            return cache
-        return cache._replace(table_BM=_fixed_table(*shapes.table_BM.shape, mesh))
+        if num_pages is None:
+            table_BM = jnp.asarray(_fixed_table(shapes.table_BM, mesh))
+            cache = cache._replace(table_BM=table_BM)
+        return constrain(cache)
 
-    return jax.jit(make, out_shardings=where)()
+    # Laid out in the same words as by the programs that take it and give it back: they
+    # would be compiled once more for others of the same meaning.
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        return jax.jit(make)()
 
 
 def cache_shape(
@@ -127,7 +131,7 @@ def cache_shape(
     for path, lead, kind in _layers(model):
         for name, shape, wide in _arrays(model, kind, batch, pages, page_size):
             collection = STATES if kind == "kda" else PAGES
-            to = model.dtype if dtype is None or collection == STATES else dtype
+            to: Any = dtype or model.dtype if collection == PAGES else model.dtype
             if wide:
                 to = jnp.promote_types(model.dtype, jnp.float32)
             node = trees[collection]
@@ -171,9 +175,9 @@ def cache_bytes(cache: Cache) -> dict[str, int]:
     return parts
 
 
-def _fixed_table(batch: int, columns: int, mesh: Mesh | None) -> np.ndarray:
+def _fixed_table(shape: Any, mesh: Mesh | None) -> np.ndarray:
     """The table of a pool in which every row owns `columns` pages."""
-    rows, ranks = shards(mesh)
+    (batch, columns), (rows, ranks) = shape.shape, shards(mesh)
     own_L = np.arange(columns, dtype=np.int32) // ranks
     row_B = np.arange(batch, dtype=np.int32) % (batch // rows)
     return row_B[:, None] * (columns // ranks) + own_L

@@ -35,26 +35,31 @@ class GroupedQueryAttention(nn.Module):
             return jnp.einsum("btd,dhk->bthk", x_BTD, w_DHK)
 
         q_BTHK, k_BTGK, v_BTGK = project("q", H), project("k", G), project("v", G)
-        if cfg.positions == "rope" and chunk is None:
-            q_BTHK, k_BTGK = rotate_pair(q_BTHK, k_BTGK, segment_ids_BT, cfg.rope_base)
-        elif cfg.positions == "rope":
-            start_B = chunk.where.start_B
-            q_BTHK, k_BTGK = rotate_pair_from(q_BTHK, k_BTGK, start_B, cfg.rope_base)
+        if cfg.positions == "rope":
+            if chunk is None:
+                pair = rotate_pair(q_BTHK, k_BTGK, segment_ids_BT, cfg.rope_base)
+            else:
+                start_B = chunk.where.start_B
+                pair = rotate_pair_from(q_BTHK, k_BTGK, start_B, cfg.rope_base)
+            q_BTHK, k_BTGK = pair
         inputs = (q_BTHK, (k_BTGK, v_BTGK), keys_and_values)
         options = {"scale": K**-0.5, "block_size": cfg.block_size}
         if chunk is None:
-            axes = (("rows", "time", "heads", None),) * 2
             o_BTHK = attend(
                 self,
                 *inputs,
-                latent_axes=axes,
+                latent_axes=(("rows", "time", "heads", None),) * 2,
                 segment_ids_BT=segment_ids_BT,
                 **options,
             )
         else:
-            axes = (("rows", None, "heads", None),) * 2
             o_BTHK = attend_cached(
-                self, *inputs, names="kv", chunk=chunk, latent_axes=axes, **options
+                self,
+                *inputs,
+                names="kv",
+                chunk=chunk,
+                latent_axes=(("rows", None, "heads", None),) * 2,
+                **options,
             )
         o_HKD = parameters.matrix(self, "o", (H, K, D), model.init_std, model.dtype)
         return jnp.einsum("bthk,hkd->btd", o_BTHK.astype(x_BTD.dtype), o_HKD)

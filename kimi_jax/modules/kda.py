@@ -98,12 +98,12 @@ class KimiDeltaAttention(nn.Module):
         self,
         chunk: Chunk,
         inputs: Sequence[jax.Array],
-        segment_ids_BT: jax.Array,
+        segment_ids_BT: jax.Array | None,
         convs: Sequence[jax.Array],
     ) -> jax.Array:
         """o_BTHV of tokens that go on from the states in the cache, which move on."""
         names = ["state", *("q_tail", "k_tail", "v_tail")[: len(convs)]]
-        stacks = [self.get_variable(STATES, name) for name in names]
+        stacks: list[jax.Array] = [self.get_variable(STATES, name) for name in names]
         axes = [AXES[name] for name in names]
         o_BTHV, *moved = islands.island(
             functools.partial(_extend, self.model.kda, len(convs)),
@@ -251,27 +251,28 @@ def _extend(
     the time is on this device.
     """
     convs, state_BHKV, tails = rest[:num_convs], rest[num_convs], rest[num_convs + 1 :]
-    mixed = [q_BTHK, k_BTHK, v_BTHV]
+    q, k, v = q_BTHK, k_BTHK, v_BTHV
     if convs:
-        made = [
+        (q, q_tail), (k, k_tail), (v, v_tail) = (
             short_conv(x, w_HKW.astype(x.dtype), ids_BT, tail, output_tail=True)
-            for x, w_HKW, tail in zip(mixed, convs, tails, strict=True)
-        ]
-        mixed, tails = zip(*made, strict=True)
-    mixed = [nn.silu(x) for x in mixed]
+            for x, w_HKW, tail in zip((q, k, v), convs, tails, strict=True)
+        )
+        tails = (q_tail, k_tail, v_tail)
+    q, k, v = (nn.silu(x) for x in (q, k, v))
     settings = _settings(cfg, a_log_H, dt_bias_HK)
     if ids_BT.shape[1] > 1:
-        o_BTHV, state_BHKV = kda(
-            *(*mixed, g_BTHK, beta_BTH),
+        o_BTHV, moved_BHKV = kda(
+            *(q, k, v, g_BTHK, beta_BTH),
             initial_state=state_BHKV,
             segment_ids=ids_BT,
             output_final_state=True,
             chunk_size=cfg.chunk_size,
             **settings,
         )
-        return o_BTHV, state_BHKV, *tails
-    now = [x[:, 0] for x in (*mixed, g_BTHK, beta_BTH)]
-    o_BHV, moved_BHKV = kda_step(*now, state_BHKV, **settings)
+        assert moved_BHKV is not None  # it was asked for
+        return o_BTHV, moved_BHKV, *tails
+    q, k, v, g, beta = (x[:, 0] for x in (q, k, v, g_BTHK, beta_BTH))
+    o_BHV, moved_BHKV = kda_step(q, k, v, g, beta, state_BHKV, **settings)
     real_B111 = ids_BT[:, :, None, None] > 0
     return o_BHV[:, None], jnp.where(real_B111, moved_BHKV, state_BHKV), *tails
 

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
 from kimi_jax import config, sharding
@@ -133,12 +134,15 @@ def _route_and_compute(
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """u_BTL and the experts of this device's tokens, what was observed of all tokens.
 
-    With `infer` the ranks of a context axis are given the same tokens. Each of them
-    routes all, which costs as many times the work of the experts.
+    With `infer` the ranks of a context axis are given the same tokens, and each does
+    its share of them.
     """
     moe = model.moe
     z_NL, r_ND = (x.reshape(-1, x.shape[-1]) for x in (z_BTL, r_BTD))
     mask_N = None if segment_ids_BT is None else segment_ids_BT.reshape(-1) > 0
+    share = None
+    if infer and mask_N is not None and (share := islands.axis_if_split("context")):
+        z_NL, r_ND, mask_N = (_own_share(x, share) for x in (z_NL, r_ND, mask_N))
     scores_NE = router_scores(r_ND, router_DE)
     routing = _route(moe, scores_NE, bias_E, mask_N)
     gate_ELF, up_ELF, down_EFL = experts
@@ -166,8 +170,20 @@ def _route_and_compute(
             method.method, routing, scores_NE, bias_E, bins=method.bins, axes=axes
         )
         observed |= {**undone, "hidden_max": hidden_max}
-    routes_BTA = routing.experts_NA.reshape(*z_BTL.shape[:2], -1)
-    return made.y_NL.reshape(z_BTL.shape), routes_BTA, observed
+    found = [made.y_NL, routing.experts_NA]
+    if share is not None:
+        found = [jax.lax.all_gather(x, share, tiled=True) for x in found]
+    (B, T), N = z_BTL.shape[:2], z_BTL[..., 0].size
+    u_BTL, routes_BTA = (x[:N].reshape(B, T, -1) for x in found)
+    return u_BTL, routes_BTA, observed
+
+
+def _own_share(x_N: jax.Array, axis: str) -> jax.Array:
+    """The part of N tokens, the same ones along `axis`, that this rank works on."""
+    ranks, N = jax.lax.axis_size(axis), len(x_N)
+    x_N = jnp.pad(x_N, [(0, -N % ranks)] + [(0, 0)] * (x_N.ndim - 1))
+    size = len(x_N) // ranks
+    return jax.lax.dynamic_slice_in_dim(x_N, jax.lax.axis_index(axis) * size, size)
 
 
 def _route(

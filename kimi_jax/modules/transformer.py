@@ -25,7 +25,7 @@ from flax import traverse_util
 
 from kimi_jax import layout, sharding
 from kimi_jax.config import Model
-from kimi_jax.modules import attend, moe, parameters
+from kimi_jax.modules import attend, moe, parameters, vision
 from kimi_jax.modules.cache import PAGES, STATES, Cache, Chunk
 from kimi_jax.modules.sublayer import (
     BlockStart,
@@ -36,6 +36,7 @@ from kimi_jax.modules.sublayer import (
 )
 from kimi_jax.ops.norms import rms_norm
 from kimi_jax.ops.paged_attention import Where
+from kimi_jax.ops.vision import put_features
 
 Variables = dict[str, Any]
 
@@ -97,6 +98,9 @@ def init(model: Model, key: jax.Array) -> Variables:
     last, before = (jax.random.fold_in(key, 2**32 - i) for i in (1, 2))
     _store(variables, "embedding", _init(Embedding(model), last, tokens_BT))
     _store(variables, "output", _init(Output(model), before, stream, None))
+    if model.vision is not None:
+        own = vision.init(model, jax.random.fold_in(key, 2**32 - 3))
+        variables["params"]["vision"] = own
     groups: dict[str, list[layout.Place]] = {}
     for place in layout.places(layout.plan(model)):
         groups.setdefault(place.kind, []).append(place)
@@ -118,6 +122,7 @@ def apply(
     tokens_BT: jax.Array,
     segment_ids_BT: jax.Array | None = None,
     *,
+    features_BMD: jax.Array | None = None,
     remat: str = "none",
     observe: bool = False,
     max_logits: bool = False,
@@ -129,6 +134,8 @@ def apply(
       tokens_BT: int ids.
       segment_ids_BT: int32, 0 = padding, positive = document; None: no padding, one
         document a row.
+      features_BMD: from `vision.features`; the k-th placeholder token of a row stands
+        for feature k. None: placeholders are tokens like others.
       remat: see the top of this file.
       observe: layers report the statistics of `kimi_jax.modules.statistics`; without,
         `stats` is empty and they cost nothing.
@@ -138,7 +145,7 @@ def apply(
     asked = {"stats": observe, attend.MAX_LOGITS: observe and max_logits}
     collections = tuple(name for name, wanted in asked.items() if wanted)
     depth = _Depth(model, segment_ids_BT, remat, collections)
-    return depth.run(variables, tokens_BT, {})[0]
+    return depth.run(variables, tokens_BT, features_BMD, {})[0]
 
 
 def extend(
@@ -148,6 +155,7 @@ def extend(
     count_B: jax.Array,
     cache: Cache,
     *,
+    features_BMD: jax.Array | None = None,
     routes: bool = False,
 ) -> tuple[Forward, Cache]:
     """Reads the next tokens of every row: a chunk of a prompt, or one to decode.
@@ -159,6 +167,8 @@ def extend(
       tokens_BT: int ids, T >= 1.
       count_B: int32, how many of them each row reads, 0 to T; the rest is padding.
       cache: what was read before, with pages for the new tokens in its table.
+      features_BMD: as in `apply`; the k-th placeholder among these T tokens stands for
+        feature k.
       routes: stats also hold routes_BTA of every layer with experts, the experts that
         each token used; num_experts stands for none.
 
@@ -171,7 +181,7 @@ def extend(
     where = Where(cache.table_BM, cache.length_B, count_B)
     depth = _Depth(model, segment_ids_BT, "none", collections, where)
     memory = {STATES: cache.states, PAGES: cache.pages}
-    out, memory = depth.run(variables, tokens_BT, memory)
+    out, memory = depth.run(variables, tokens_BT, features_BMD, memory)
     read_B = cache.length_B + count_B
     return out, Cache(memory[STATES], memory[PAGES], cache.table_BM, read_B)
 
@@ -191,11 +201,18 @@ class _Depth(NamedTuple):
     where: Where | None = None  # the new tokens stand; None: no cache
 
     def run(
-        self, variables: Variables, tokens_BT: jax.Array, memory: Variables
+        self,
+        variables: Variables,
+        tokens_BT: jax.Array,
+        features_BMD: jax.Array | None,
+        memory: Variables,
     ) -> tuple[Forward, Variables]:
         """The forward pass, and the memory after it."""
         model, stats = self.model, {}
         x_BTD, _ = _call(Embedding(model), _sub(variables, "embedding"), tokens_BT)
+        if features_BMD is not None:
+            here_BT = vision.placeholders(model, tokens_BT)
+            x_BTD = put_features(x_BTD, here_BT, features_BMD)
         time = "time" if self.where is None else None
         x_BTD = sharding.constrain(x_BTD, "rows", time, None)
         stream = start_stream(model, layout.num_blocks(model), x_BTD)
@@ -248,9 +265,9 @@ class _Depth(NamedTuple):
 
                 if self.remat in ("unit", "nested"):
                     unit = jax.checkpoint(unit, prevent_cse=False)
-                own = (_sub(variables, name), self._count(run.repeats))
+                inputs = (_sub(variables, name), self._count(run.repeats))
                 carry = (stream.partial_BTD, stream.has_partial, _sub(memory, name))
-                carry, stats[name] = jax.lax.scan(unit, carry, own)
+                carry, stats[name] = jax.lax.scan(unit, carry, inputs)
                 stream = stream._replace(partial_BTD=carry[0], has_partial=carry[1])
                 memory = _put(memory, name, carry[2])
         return (stream, memory), stats

@@ -14,15 +14,25 @@ import numpy as np
 from kimi_jax import config
 from kimi_jax.data import loader
 from kimi_jax.errors import UserError
+from kimi_jax.modules.vision import Media, patch_values
+
+# The loader's names of the fields of a `Batch`, and of its `Media`.
+_ROWS = ("tokens", "targets", "segment_ids", "weights")
+_MEDIA = ("patches", "grids")
 
 
 class Batch(NamedTuple):
-    """[B, T] arrays; segment 0 is padding, weight 0 is not predicted."""
+    """[B, T] arrays; segment 0 is padding, weight 0 is not predicted.
+
+    `media` is what the placeholders among the tokens show; None: rows have no room for
+    images (config.train.row_patches=0).
+    """
 
     tokens_BT: jax.Array
     targets_BT: jax.Array
     segment_ids_BT: jax.Array
     weights_BT: jax.Array
+    media: Media | None = None
 
 
 class Share(NamedTuple):
@@ -78,7 +88,7 @@ def on_mesh(
 ) -> Batch:
     """`host`, which holds `share` of the rows, as one array over the whole mesh."""
 
-    def place(x_BT: np.ndarray) -> jax.Array:
+    def place(x_BT: np.ndarray, where: jax.sharding.NamedSharding) -> jax.Array:
         first = len(x_BT) * share.reader
         shape = (len(x_BT) * share.readers, *x_BT.shape[1:])
 
@@ -86,18 +96,46 @@ def on_mesh(
             start, stop, _ = index[0].indices(shape[0])
             return x_BT[(slice(start - first, stop - first), *index[1:])]
 
-        return jax.make_array_from_callback(shape, rows, part)
+        return jax.make_array_from_callback(shape, where, part)
 
-    names = ("tokens", "targets", "segment_ids", "weights")
-    return Batch(*(place(host[name]) for name in names))
+    media = None
+    if _MEDIA[0] in host:
+        whole = _whole_rows(rows)
+        media = Media(*(place(host[name], whole) for name in _MEDIA))
+    tokens, targets, segment_ids, weights = (place(host[name], rows) for name in _ROWS)
+    return Batch(tokens, targets, segment_ids, weights, media)
 
 
-def batch_shape(train: config.Train, rows: jax.sharding.NamedSharding) -> Batch:
+def by_name(batch: Batch) -> dict[str, jax.Array]:
+    """The arrays of a batch under the names that the loader gives them."""
+    *rows, media = batch
+    arrays = dict(zip(_ROWS, rows, strict=True))
+    return arrays if media is None else arrays | dict(zip(_MEDIA, media, strict=True))
+
+
+def batch_shape(
+    train: config.Train,
+    rows: jax.sharding.NamedSharding,
+    vision: config.Vision | None = None,
+) -> Batch:
     """What the steps are compiled for, before there is a batch."""
     shape = (train.batch_size, train.seq_len)
     dtypes = (jnp.int32, jnp.int32, jnp.int32, jnp.float32)
     leaves = [jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in dtypes]
-    return Batch(*leaves)  # type: ignore[arg-type]
+    batch = Batch(*leaves)  # type: ignore[arg-type]
+    if vision is not None and train.row_patches:
+        B, values, whole = train.batch_size, patch_values(vision), _whole_rows(rows)
+        patches, grids = (B, train.row_patches, values), (B, train.row_items, 3)
+        shapes = ((patches, jnp.float32), (grids, jnp.int32))
+        media = [jax.ShapeDtypeStruct(*shape, sharding=whole) for shape in shapes]
+        batch = batch._replace(media=Media(*media))  # type: ignore[arg-type]
+    return batch
+
+
+def _whole_rows(rows: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
+    """`rows` without its split of time: patches of one item attend to each other."""
+    spec = jax.sharding.PartitionSpec(*rows.spec[:1])
+    return jax.sharding.NamedSharding(rows.mesh, spec)
 
 
 def _local_rows(rows: jax.sharding.NamedSharding, batch_size: int) -> list[slice]:

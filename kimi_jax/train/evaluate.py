@@ -21,11 +21,10 @@ import numpy as np
 from kimi_jax import sharding
 from kimi_jax.config import Config, Train
 from kimi_jax.data import loader
-from kimi_jax.modules import transformer
 from kimi_jax.ops.cross_entropy import chunked_predictions
 from kimi_jax.ops.segments import positions_in_segments
 from kimi_jax.train.batch import Batch, batch_shape, on_mesh
-from kimi_jax.train.step import State, token_losses
+from kimi_jax.train.step import State, forward, token_losses
 
 Sums = dict[str, np.ndarray]
 
@@ -143,9 +142,7 @@ def make_eval_step(
 
     def eval_step(state: State, batch: Batch) -> dict[str, jax.Array]:
         variables = {"params": state.params, "balance": state.balance}
-        out = transformer.apply(
-            cfg.model, variables, batch.tokens_BT, batch.segment_ids_BT
-        )
+        out = forward(cfg.model, variables, batch)
         _, losses_BT = token_losses(cfg, out, batch)
         positions_BT = 1 + positions_in_segments(batch.segment_ids_BT)
         bin_BT = jnp.searchsorted(jnp.array(upto_P), positions_BT)
@@ -219,8 +216,14 @@ def _prepare(
         ),
         out_shardings=sharding.replicated(mesh),  # every process reads the sums
     )
-    shape = dataclasses.replace(cfg.train, batch_size=batch_size, seq_len=length)
-    rows = sharding.batch_sharding(mesh)
+    shape = dataclasses.replace(
+        cfg.train,
+        batch_size=batch_size,
+        seq_len=length,
+        row_patches=cfg.train.row_patches * multiple,
+        row_items=cfg.train.row_items * multiple,
+    )
+    batch = batch_shape(shape, sharding.batch_sharding(mesh), cfg.model.vision)
     with jax.set_mesh(mesh):
-        compiled = step.lower(state, batch_shape(shape, rows)).compile()
+        compiled = step.lower(state, batch).compile()
     return _Length(length, data.validation.at(length, batch_size), compiled, upto_P)

@@ -24,7 +24,8 @@ import numpy as np
 from flax import linen as nn
 
 from kimi_jax import canonical, config, distributed, layout
-from kimi_jax.modules import sublayer, transformer
+from kimi_jax.modules import sublayer, transformer, vision
+from kimi_jax.ops.vision import put_features
 from kimi_jax.train.batch import Batch
 from kimi_jax.train.first_bad_operation import first_bad_operation
 from kimi_jax.train.step import State, count, make_loss, split, token_losses
@@ -32,11 +33,23 @@ from kimi_jax.train.step import State, count, make_loss, split, token_losses
 _SHOWN = 6  # rows or parameters that a sentence names
 
 
+class _Vision(NamedTuple):
+    """The tower as a module: what images put in the place of tokens."""
+
+    model: config.Model
+
+    def apply(self, own: Any, x_BTD: Any, tokens_BT: Any, media: vision.Media) -> Any:
+        variables = {"params": {"vision": own["params"]}}
+        features_BMD = vision.features(self.model, variables, media)
+        here_BT = vision.placeholders(self.model, tokens_BT)
+        return put_features(x_BTD, here_BT, features_BMD)
+
+
 class _Part(NamedTuple):
     """One piece of the forward pass, with what it is applied to."""
 
-    name: str  # "embedding", "layer_003/ffn", "block_001/start" or "output"
-    module: nn.Module
+    name: str  # "embedding", "layer_003/ffn", "block_001/start", "vision" or "output"
+    module: nn.Module | _Vision
     variables: Any
     inputs: tuple[Any, ...]
 
@@ -54,7 +67,8 @@ def explain(
     micro = split(batch, cfg.train.micro_batches)
     # An array over several processes can be indexed, but not iterated over.
     pieces = [
-        Batch(*(leaf[number] for leaf in micro)) for number in range(len(micro[0]))
+        jax.tree.map(lambda leaf, n=number: leaf[n], micro)
+        for number in range(len(micro.tokens_BT))
     ]
     for number, piece in enumerate(pieces):
         rows = np.arange(len(piece.tokens_BT)) * len(pieces) + number
@@ -101,6 +115,12 @@ def _forward(
     part = _Part("embedding", embedding, own, (batch.tokens_BT,))
     x_BTD = _run(*part[1:])
     yield part, (x_BTD, None)
+    if batch.media is not None:
+        own = _slice(variables, "vision", ())
+        shown = (x_BTD, batch.tokens_BT, batch.media)
+        part = _Part("vision", _Vision(model), own, shown)
+        x_BTD = _run(*part[1:])
+        yield part, (x_BTD, None)
     stream = sublayer.start_stream(model, layout.num_blocks(model), x_BTD)
     for place in layout.places(layout.plan(model)):
         module: nn.Module = sublayer.BlockStart(model)
@@ -117,7 +137,7 @@ def _forward(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(module: nn.Module, variables: Any, inputs: tuple[Any, ...]) -> Any:
+def _run(module: nn.Module | _Vision, variables: Any, inputs: tuple[Any, ...]) -> Any:
     return module.apply(variables, *inputs)
 
 
@@ -156,7 +176,7 @@ def _in_gradients(
     for piece in pieces:
         grads, _ = grad(state.params, state.balance, piece, totals)
         bad = _not_finite(canonical.flatten(cfg.model, grads))
-        for part in ("output", *reversed(places), "embedding"):
+        for part in ("output", *reversed(places), "embedding", "vision"):
             own = [name for name in bad if name.startswith(part + "/")]
             if own:
                 return (

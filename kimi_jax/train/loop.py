@@ -19,7 +19,6 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from rich.console import Console
@@ -28,7 +27,9 @@ from kimi_jax import accounting, distributed, sharding
 from kimi_jax.config import Config, Monitor
 from kimi_jax.data import loader
 from kimi_jax.errors import UserError
-from kimi_jax.infer.sample import sample
+from kimi_jax.infer.generator import Generator
+from kimi_jax.infer.requests import Ask, Request
+from kimi_jax.infer.sampling import Sampling
 from kimi_jax.monitor.console import Progress
 from kimi_jax.monitor.metrics import (
     MetricsWriter,
@@ -313,22 +314,21 @@ def _write_sample(run: _Run, state: State) -> None:
     """`sample.txt`: the prompt and what the trained model makes of it."""
     cfg, tokenizer = run.cfg.sample, run.data.tokenizer
     run.progress.note(f"sampling {cfg.num_tokens} tokens ...")
-    prompt = [tokenizer.bos, *tokenizer.encode(cfg.prompt.encode())]
+    prompt = [tokenizer.bos, *tokenizer.encode(cfg.prompt.encode()).tolist()]
     spoken = np.flatnonzero(tokenizer.bytes_per_token)
-    allowed = np.isin(np.arange(run.cfg.model.vocab_size), spoken)
-    draw = jax.jit(
-        lambda variables: sample(
-            run.cfg.model,
-            variables,
-            jnp.array(prompt, jnp.int32),
-            cfg.num_tokens,
-            cfg.temperature,
-            jax.random.key(run.cfg.train.seed),
-            jnp.asarray(allowed),
-        ),
-        out_shardings=sharding.replicated(run.mesh),
+    generator = Generator(
+        run.cfg.model,
+        {"params": state.params, "balance": state.balance},
+        slots=sharding.row_shards(run.mesh),
+        length=len(prompt) + cfg.num_tokens,
+        mesh=run.mesh,
+        # All of the prompt and the answer in one call: one program to compile.
+        decode_steps=len(prompt) + cfg.num_tokens,
+        allowed=np.isin(np.arange(run.cfg.model.vocab_size), spoken),
     )
-    tokens = draw({"params": state.params, "balance": state.balance})
-    text = tokenizer.decode(np.asarray(tokens))
+    sampling = Sampling(cfg.temperature)
+    ask = Ask(cfg.num_tokens, sampling, seed=run.cfg.train.seed)
+    (done,) = generator.generate([Request(tuple(prompt), ask)])
+    text = tokenizer.decode([*prompt, *done.tokens])
     if distributed.is_leader():
         replace_file(run.folder / "sample.txt", text + "\n")

@@ -28,7 +28,7 @@ from kimi_jax.data import loader
 from kimi_jax.errors import UserError
 from kimi_jax.monitor import metrics
 from kimi_jax.monitor.console import Progress
-from kimi_jax.train.batch import Batch, Share, on_mesh
+from kimi_jax.train.batch import Batch, Share, by_name, on_mesh
 from kimi_jax.train.forensics import explain
 from kimi_jax.train.step import State
 
@@ -139,8 +139,7 @@ class GuardedStep:
         folder = self._folder / FOLDER
         path = folder / f"step_{step:08d}.npz"
         arrays: dict[str, Any] = {
-            name.removesuffix("_BT"): distributed.whole(x_BT)
-            for name, x_BT in batch._asdict().items()
+            name: distributed.whole(x) for name, x in by_name(batch).items()
         }
         if distributed.is_leader():
             folder.mkdir(exist_ok=True)

@@ -31,6 +31,7 @@ class Rule(NamedTuple):
 
 _MATRIX = Rule(MuonDimensionNumbers(-2, -1), decay=True)  # [in, out], [E, in, out]
 _HEADS = Rule(MuonDimensionNumbers(-3, -1), decay=True)  # [in, H, out], each head alone
+_JOINT_HEADS = Rule(MuonDimensionNumbers(-4, -1), decay=True)  # [in, 3, H, out]
 _FROM_HEADS = Rule(MuonDimensionNumbers((-3, -2), -1), decay=True)  # [H, in, out]
 _TO_HEADS = Rule(MuonDimensionNumbers(-3, (-2, -1)), decay=True)  # [in, H, out], whole
 _TABLE = Rule(None, decay=True)  # lookup tables, which have no input to balance
@@ -51,6 +52,11 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("q_a_norm", "kv_a_norm", "gain"), _VECTOR),
     **dict.fromkeys(("q_conv", "k_conv", "v_conv", "A_log", "dt_bias"), _VECTOR),
     **dict.fromkeys(("query", "weight"), _VECTOR),  # residual queries and weights
+    # The vision tower: pixels and positions come in as tokens do.
+    "qkv": _JOINT_HEADS,
+    **dict.fromkeys(("project_in", "project_out"), _MATRIX),
+    **dict.fromkeys(("patch", "position"), _TABLE),
+    **dict.fromkeys(("attention_norm", "mlp_norm"), _VECTOR),
 }
 
 # Coefficients of each Newton-Schulz step: optax's default, written as a sequence, which

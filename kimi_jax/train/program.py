@@ -41,7 +41,7 @@ def lower_train_step(
         donate_argnums=0,
         out_shardings=(where, everywhere),
     )
-    batch = batch_shape(cfg.train, sharding.batch_sharding(mesh))
+    batch = batch_shape(cfg.train, sharding.batch_sharding(mesh), cfg.model.vision)
     go = jax.ShapeDtypeStruct((), jnp.bool_, sharding=everywhere)
     with jax.set_mesh(mesh):
         return step.lower(state, batch, go)

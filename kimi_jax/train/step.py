@@ -16,7 +16,7 @@ import optax
 from flax import traverse_util
 
 from kimi_jax import config
-from kimi_jax.modules import statistics, transformer
+from kimi_jax.modules import statistics, transformer, vision
 from kimi_jax.ops import balancing
 from kimi_jax.ops.cross_entropy import chunked_cross_entropy
 from kimi_jax.train import optimizer, qk_clip
@@ -69,11 +69,10 @@ def make_loss(cfg: config.Config) -> Callable[..., tuple[jax.Array, Any]]:
     balance_cfg = cfg.model.moe.balancing
 
     def loss(params: Any, balance: Any, batch: Batch, totals: Totals) -> Any:
-        out = transformer.apply(
+        out = forward(
             cfg.model,
             {"params": params, "balance": balance},
-            batch.tokens_BT,
-            batch.segment_ids_BT,
+            batch,
             remat=cfg.train.remat,
             observe=True,
             max_logits=cfg.optimizer.qk_clip is not None,
@@ -89,6 +88,29 @@ def make_loss(cfg: config.Config) -> Callable[..., tuple[jax.Array, Any]]:
         return share, (nats, jax.lax.stop_gradient(stats))
 
     return loss
+
+
+def forward(
+    model: config.Model,
+    variables: transformer.Variables,
+    batch: Batch,
+    *,
+    remat: str = "none",
+    **options: bool,
+) -> transformer.Forward:
+    """`transformer.apply` to the texts of a batch and to what they show."""
+    features_BMD = None
+    if batch.media is not None:
+        features_BMD = vision.features(model, variables, batch.media, remat=remat)
+    return transformer.apply(
+        model,
+        variables,
+        batch.tokens_BT,
+        batch.segment_ids_BT,
+        features_BMD=features_BMD,
+        remat=remat,
+        **options,
+    )
 
 
 def token_losses(

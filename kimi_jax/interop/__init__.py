@@ -1,0 +1,1 @@
+"""Published Hugging Face checkpoints in and out: names, bytes, configs, parity."""
