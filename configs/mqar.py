@@ -29,7 +29,7 @@ def get_config(arg: str = ""):
     model.mla.update(num_heads=2, q_rank=None, kv_rank=32, block_size=32)
     model.ffn.update(num_dense_layers=2, width=128)
     model.residual.kind = "additive"  # two layers leave nothing to choose from
-    config.optimizer.update(learning_rate=1e-2, weight_decay=0.0)
+    config.optimizer.update(learning_rate=1.5e-2, weight_decay=0.0)
     config.train.update(
         steps=200,
         batch_size=32,
