@@ -17,6 +17,7 @@ from kimi_jax import config
 from kimi_jax.infer.generator import Generator
 from kimi_jax.infer.requests import Ask
 from kimi_jax.infer.sampling import Sampling
+from kimi_jax.infer.slots import Live
 from kimi_jax.modules.cache import cache_bytes
 
 _READ_CHUNK = 1024
@@ -42,41 +43,25 @@ def measure(
       prefill_tokens_per_second, decode_tokens_per_second, cache_bytes (of a sequence:
       what grows with length and what does not) and state_bytes (what does not).
     """
-    # A pair of runs of each program: the first compiles.
-    total = length + 2 * new_tokens
     generator = Generator(
         model,
         variables,
         slots=rows,
-        length=total,
+        length=length + 2 * new_tokens,
         mesh=mesh,
         read_chunk=min(_READ_CHUNK, 1 << math.ceil(math.log2(length))),
         decode_steps=new_tokens,
     )
     rng = np.random.default_rng(0)
     prompts = rng.integers(model.vocab_size, size=(rows, length)).tolist()
-
-    def read() -> list[Any]:
-        live = [generator.open(prompt) for prompt in prompts]
-        generator.read(live)
-        jax.block_until_ready(generator.cache)
-        return live
-
-    for sequence in read():
+    for sequence in _read(generator, prompts):
         generator.close(sequence)
     started = time.monotonic()
-    live = read()
+    live = _read(generator, prompts)
     prefill = time.monotonic() - started
-
-    def write() -> None:
-        ask = Ask(new_tokens, Sampling(0.0))
-        for _ in generator.extend([(sequence, ask) for sequence in live]):
-            pass
-        jax.block_until_ready(generator.cache)
-
-    write()
+    _write(generator, live, new_tokens)
     started = time.monotonic()
-    write()
+    _write(generator, live, new_tokens)
     decode = time.monotonic() - started
     parts = {name: size // rows for name, size in cache_bytes(generator.cache).items()}
     return {
@@ -85,3 +70,17 @@ def measure(
         "cache_bytes": sum(parts.values()),
         "state_bytes": parts["states"] + parts["conv tails"],
     }
+
+
+def _read(generator: Generator, prompts: list[list[int]]) -> list[Live]:
+    live = [generator.open(prompt) for prompt in prompts]
+    generator.read(live)
+    jax.block_until_ready(generator.cache)
+    return live
+
+
+def _write(generator: Generator, live: list[Live], count: int) -> None:
+    ask = Ask(count, Sampling(0.0))
+    for _ in generator.extend([(sequence, ask) for sequence in live]):
+        pass
+    jax.block_until_ready(generator.cache)

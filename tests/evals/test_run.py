@@ -2,10 +2,12 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from kimi_jax import sharding
 from kimi_jax.errors import UserError
 from kimi_jax.evals import run
 from kimi_jax.evals.cells import make_text, plan
@@ -118,6 +120,19 @@ def test_runs_are_compared_where_they_meet(evaluated, tmp_path) -> None:
     other["results"] = other["results"][:0]
     with pytest.raises(UserError, match="no cell in common"):
         compare({"one": results, "two": other}, tmp_path)
+
+
+@pytest.mark.slow
+def test_speed_counts_what_a_cache_holds() -> None:
+    cfg = make("model.gqa.num_kv_heads=2")
+    cell = plan(cfg, "speed:length=20:rows=2:new_tokens=3", make_text(cfg))[0]
+    variables = tiny.variables(cfg.model)
+    record = Measure(cfg, variables, sharding.make_mesh(cfg), Path("unused"))(cell)
+    assert record["prefill_tokens_per_second"] > 0
+    assert record["decode_tokens_per_second"] > 0
+    # 26 tokens are one page of 64; keys and values of 2 heads of 8 in float32.
+    assert record["cache_bytes"] == 64 * 2 * 2 * 8 * 4
+    assert record["state_bytes"] == 0 and record["dials"]["rows"] == 2
 
 
 @pytest.mark.parametrize(

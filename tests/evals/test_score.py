@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kimi_jax import sharding
 from kimi_jax.evals.score import Scorer
 from kimi_jax.modules import transformer
 from kimi_jax.tasks.example import Example, draw
@@ -13,12 +14,13 @@ from tests import tiny
 from tests.tasks.test_tasks import TEXT
 
 # One recurrent and one softmax layer are enough for what happens around them.
-MODEL = tiny.make(
+OVERRIDES = (
     "model.num_layers=2",
     "model.attention=kda,mla",
     "model.ffn.num_dense_layers=2",
     "model.residual.block_size=1",
-).model
+)
+MODEL = tiny.make(*OVERRIDES).model
 LENGTH = 40
 
 
@@ -95,6 +97,18 @@ def test_long_rows_in_chunks_score_the_same(variables, examples) -> None:
     for a, b in zip(scores, whole, strict=True):
         assert a[:3] == b[:3]
         assert a.nats == pytest.approx(b.nats, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_mesh_changes_nothing(variables, examples) -> None:
+    cfg = tiny.make(*OVERRIDES, "mesh.data=2", "mesh.context=2")
+    mesh = sharding.make_mesh(cfg)
+    placed = jax.device_put(variables, sharding.state_shardings(mesh, variables))
+    single = Scorer(MODEL, variables, batch_tokens=4096).score(examples[:3])
+    spread = Scorer(MODEL, placed, batch_tokens=4096, mesh=mesh).score(examples[:3])
+    for a, b in zip(spread, single, strict=True):
+        assert a[:3] == b[:3]
+        assert a.nats == pytest.approx(b.nats, rel=1e-5)
 
 
 def test_rows_of_a_pass() -> None:

@@ -30,9 +30,7 @@ def test_a_hybrid_of_two_layers_learns_recall(tmp_path) -> None:
         console = Console(file=quiet)
         train(cfg, str(workdir), console=console)
         task = "mqar:pairs=4:length=16"
-        path = run.evaluate(
-            cfg, str(workdir), task, str(tmp_path / "eval"), console
-        )
+        path = run.evaluate(cfg, str(workdir), task, str(tmp_path / "eval"), console)
     evals = [r for r in read_metrics(workdir / "metrics.jsonl") if r["kind"] == "eval"]
     assert [r["step"] for r in evals] == [50, 100, 150, 200]
     summary = json.loads((workdir / "summary.json").read_text())
