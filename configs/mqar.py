@@ -2,7 +2,7 @@ r"""Two layers, KDA and MLA, learn multi-query associative recall.
 
 Question: does a hybrid of two layers look up any of several pairs that it has read?
 Command:  python -m experiments.train --config=configs/mqar.py --workdir=runs/mqar
-Cost:     COST
+Cost:     about a minute of CPU time, half of it compilation.
 Expect:   99 % of the answers right on new instances, and as many in instances that are
           two and four times as long.
 
