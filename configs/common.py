@@ -17,6 +17,12 @@ def base() -> ConfigDict:
             "train": train(),
             "alerts": alerts(),
             "sample": {"prompt": "KING", "num_tokens": 200, "temperature": 0.8},
+            "evaluation": {
+                "examples": 64,
+                "batch_tokens": 16_384,
+                "max_length": 2**20,
+                "seed": 0,
+            },
             "mesh": {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1},
             "cluster": cluster(),
             "monitor": {"profile": "", "prometheus_port": None},
@@ -28,6 +34,7 @@ def data() -> dict:
     return {
         "sources": ("",),  # Shakespeare's plays
         "tokenizer": "bytes",
+        "haystack": "generated",
         "validation_fraction": 0.05,
         "seed": 0,
         "packing": "split",

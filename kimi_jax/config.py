@@ -172,9 +172,12 @@ class Model:
 @dataclasses.dataclass(frozen=True)
 class Data:
     # Each a file, directory, tree:DIRECTORY or token store, or "": the default corpus.
+    # Or each a generated task, task:SPEC (docs/evaluations.md).
     sources: tuple[str, ...]
-    # "bytes", or the path of a tokenizer.json or tiktoken file.
+    # "bytes", the path of a tokenizer.json or tiktoken file, or "symbols:N".
     tokenizer: str
+    # Filler of generated tasks of text: "generated", or text as in sources.
+    haystack: str
     validation_fraction: float
     seed: int
     # "split" joins documents and cuts every seq_len; "best_fit" keeps them whole.
@@ -264,6 +267,16 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """How `experiments.evaluate` measures."""
+
+    examples: int  # of each task
+    batch_tokens: int  # in one forward pass, or one row if that is longer
+    max_length: int  # tokens of the longest instance that is tried
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Mesh:
     """Devices along each axis (see `kimi_jax/sharding.py`); one axis may be -1: all
     that are left."""
@@ -302,6 +315,7 @@ class Config:
     train: Train
     alerts: Alerts
     sample: Sample
+    evaluation: Evaluation
     mesh: Mesh
     cluster: Cluster
     monitor: Monitor

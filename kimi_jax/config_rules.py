@@ -111,6 +111,7 @@ def _run_sizes(config: Config) -> _Sizes:
         ),
         "alerts": (config.alerts, ("dead_steps",)),
         "sample": (config.sample, ("num_tokens",)),
+        "evaluation": (config.evaluation, ("examples", "batch_tokens", "max_length")),
     }
 
 
@@ -371,6 +372,9 @@ def _data(config: Config) -> Iterator[str]:
     twice = sorted({name for name in sources if sources.count(name) > 1})
     if twice:
         yield f"config.data.sources: {twice[0]!r} is named twice; name it once"
+    yield from _tasks(config.data)
+    if config.evaluation.seed < 0:
+        yield f"config.evaluation.seed={config.evaluation.seed}: must be 0 or more"
     if not config.data.tokenizer:
         yield "config.data.tokenizer='': write 'bytes' or the path of a tokenizer file"
     fraction = config.data.validation_fraction
@@ -384,6 +388,19 @@ def _data(config: Config) -> Iterator[str]:
         yield "config.mesh: only one axis may be -1, which takes the devices left over"
     if config.sample.temperature < 0.0:
         yield f"config.sample.temperature={config.sample.temperature}: must be >= 0"
+
+
+def _tasks(data: Data) -> Iterator[str]:
+    """Rules of sources that are generated tasks."""
+    tasks = [source for source in data.sources if source.startswith("task:")]
+    texts = [source for source in data.sources if source not in tasks]
+    if tasks and texts:
+        yield (
+            f"config.data.sources: {tasks[0]!r} is a generated task and {texts[0]!r} "
+            "is text; train on one kind"
+        )
+    if tasks and (data.strata or data.strata_mixture):
+        yield "config.data.strata: generated tasks have no strata; use ()"
 
 
 def _monitor(config: Config) -> Iterator[str]:

@@ -6,6 +6,7 @@ grain reads ahead in a thread (`iterate`); without grain the same batches are ma
 the loop itself.
 
     data = make_data(stores, ...)       split, packing, mixture, and their figures
+    data = make_task_data(...)          the same of generated tasks
     for batch in iterate(data.train, start_step, stop_step): ...
     for batch in iterate(Reader(data.train, 1, 4), start_step, stop_step): ...
     for batch in iterate(data.validation, 0, len(data.validation)): ...
@@ -16,8 +17,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,14 +26,18 @@ from kimi_jax.config import Config
 from kimi_jax.data import mixture, statistics
 from kimi_jax.data.build_store import Progress, prepare_store
 from kimi_jax.data.documents import Documents, Split, TokenStore, hold_out
+from kimi_jax.data.haystacks import load_haystack
 from kimi_jax.data.media import NO_ROOM, MediaStore, Room
 from kimi_jax.data.media_sources import is_media, load_store, room_of
 from kimi_jax.data.parts import make_cells, make_pools
 from kimi_jax.data.permutation import permute
 from kimi_jax.data.store import check_vocabulary
+from kimi_jax.data.task_windows import EvalTasks, TaskWindows, is_task, make_tasks
 from kimi_jax.data.tokenizer import Tokenizer
 from kimi_jax.data.tokenizer_files import load_tokenizer
-from kimi_jax.data.windows import Batch, Pool, pack, padding_batch
+from kimi_jax.data.windows import Batch, Pool, Windows, pack, padding_batch, share_of
+from kimi_jax.tasks.example import Stream, Task
+from kimi_jax.tasks.text import Text
 
 UNIGRAM_TOKENS = 2**22
 
@@ -80,7 +85,7 @@ class TrainBatches:
       ValueError: a size below 1, a negative seed, or a batch larger than an epoch.
     """
 
-    parts: tuple[Pool, ...]
+    parts: tuple[Windows, ...]
     schedule: mixture.Schedule
     batch_size: int
     seed: int
@@ -114,7 +119,7 @@ class TrainBatches:
         """
         if step < 0:
             raise IndexError(f"step {step}, expected 0 or more")
-        mine = _share(self.batch_size, reader, readers)
+        mine = share_of(self.batch_size, reader, readers)
         index_B = step * self.batch_size + np.arange(mine.start, mine.stop)
         part_B, count_B = self.schedule.rows(index_B, self.seed)
         first = self.parts[0]
@@ -154,6 +159,7 @@ class EvalBatches:
     max_batches: int
     pad: int
     room: Room = NO_ROOM
+    graded: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_sizes(self.batch_size, self.length, self.max_batches)
@@ -196,16 +202,28 @@ class EvalBatches:
         """
         if not 0 <= step < len(self):
             raise IndexError(f"batch {step} of {len(self)}; indices count from 0")
-        mine = _share(self.batch_size, reader, readers)
+        mine = share_of(self.batch_size, reader, readers)
         chosen = self.windows[step * self.batch_size :][: self.batch_size]
         return self.pool.read(chosen[mine.start : mine.stop], len(mine))
 
 
+class HeldOut(SharedSource, Source, Protocol):
+    """What validation reads: `EvalBatches`, or `task_windows.EvalTasks`."""
+
+    @property
+    def graded(self) -> bool:
+        """Targets are answers, so that it is worth counting those that are right."""
+
+    def at(self, length: int, batch_size: int) -> HeldOut: ...
+
+    def __len__(self) -> int: ...
+
+
 class Data(NamedTuple):
-    """Text made ready for training."""
+    """Text or tasks made ready for training."""
 
     train: TrainBatches
-    validation: EvalBatches
+    validation: HeldOut
     tokenizer: Tokenizer
     identity: dict[str, str]  # equal for a run that may go on with this text
     summary: dict[str, str | int | float]
@@ -224,11 +242,14 @@ def load_data(
       progress: of a source's name, gives what is told how far tokenising has come.
 
     Raises:
-      UserError: a source or the tokenizer cannot be read, or the vocabulary is small.
+      UserError: a source or the tokenizer cannot be read, the vocabulary is small, or
+        a task cannot be made.
       ValueError: see `make_data`.
     """
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     check_vocabulary(tokenizer, cfg.model.vocab_size)
+    if any(map(is_task, cfg.data.sources)):
+        return make_task_data(tokenizer, cfg)
     stores: list[TokenStore] = [
         load_store(source, tokenizer, cfg)
         if is_media(source)
@@ -261,11 +282,7 @@ def make_data(stores: Sequence[TokenStore], tokenizer: Tokenizer, cfg: Config) -
         mixture has another number of weights than there are sources.
     """
     data, train = cfg.data, cfg.train
-    if data.mixture and len(data.mixture[0]) != 1 + len(stores):
-        raise ValueError(
-            f"config.data.mixture has {len(data.mixture[0]) - 1} weights in a row for "
-            f"{len(stores)} sources; write (fraction, one weight for each source)"
-        )
+    _check_mixture(data.mixture, len(stores))
     splits = [_hold_out(store, cfg) for store in stores]
     names = [store.title for store in stores]
     room = room_of(cfg)
@@ -309,6 +326,44 @@ def _hold_out(store: TokenStore, cfg: Config) -> Split:
     return Split(*(side._replace(media=store) for side in split))
 
 
+def make_task_data(tokenizer: Tokenizer, cfg: Config) -> Data:
+    """Generated tasks in place of text: each row an instance, without end.
+
+    Instances to train on and to validate on come from streams of their own.
+    `cfg.data.mixture` says how often each task comes; empty: equally often.
+
+    Raises:
+      UserError: see `make_tasks`.
+      ValueError: the mixture has another number of weights than there are tasks.
+    """
+    data, train = cfg.data, cfg.train
+    text = Text(tokenizer, load_haystack(data.haystack))
+    tasks = make_tasks(data.sources, text, train.seq_len)
+    _check_mixture(data.mixture, len(tasks))
+    all_tasks, room = tuple(tasks.values()), room_of(cfg)
+
+    def windows(tasks: Sequence[Task], stream: Stream) -> TaskWindows:
+        row = train.seq_len, tokenizer.pad, room
+        return TaskWindows(tuple(tasks), *row, data.seed, stream)
+
+    parts = tuple(windows((task,), "training") for task in all_tasks)
+    phases = mixture.combine(data.mixture or ((0.0, *[1.0] * len(parts)),), ())
+    schedule = mixture.make_schedule(phases, train.steps * train.batch_size)
+    batches = TrainBatches(parts, schedule, train.batch_size, data.seed)
+    held_out = windows(all_tasks, "validation")
+    validation = EvalTasks(held_out, train.batch_size, train.eval_batches)
+    bytes_W = tokenizer.bytes_per_token
+    summary: dict[str, str | int | float] = {
+        "source": ", ".join(tasks),
+        "unigram_bits_per_byte": _entropy(
+            (validation[i] for i in range(len(validation))), bytes_W
+        ),
+    }
+    identity = {f"source {i}": name for i, name in enumerate(tasks)}
+    identity |= {"tokenizer": tokenizer.fingerprint, "haystack": text.haystack.digest}
+    return Data(batches, validation, tokenizer, identity, summary, [])
+
+
 def unigram_entropy(source: EvalBatches, bytes_W: np.ndarray) -> float:
     """Entropy of the token frequencies, in bits a byte; specials do not count.
 
@@ -324,10 +379,13 @@ def unigram_entropy(source: EvalBatches, bytes_W: np.ndarray) -> float:
     most = max(1, UNIGRAM_TOKENS // (64 * source.length))
     text = dataclasses.replace(source, batch_size=64, max_batches=most)
     pool = dataclasses.replace(text.pool, room=NO_ROOM)  # decodes no image
+    groups = (text.windows[at : at + 64] for at in range(0, len(text.windows), 64))
+    return _entropy((pool.read(index_B, len(index_B)) for index_B in groups), bytes_W)
+
+
+def _entropy(batches: Iterable[Batch], bytes_W: np.ndarray) -> float:
     counts_W = np.zeros(len(bytes_W), np.int64)
-    for first in range(0, len(text.windows), 64):
-        index_B = text.windows[first : first + 64]
-        batch = pool.read(index_B, len(index_B))
+    for batch in batches:
         targets_N = batch["targets"][batch["weights"] > 0]
         counts_W += np.bincount(targets_N, minlength=len(bytes_W))
     counts_W[bytes_W == 0] = 0
@@ -362,21 +420,16 @@ def iterate(
     yield from steps.map(source.__getitem__).to_iter_dataset(options)
 
 
+def _check_mixture(rows: mixture.Rows, sources: int) -> None:
+    if rows and len(rows[0]) != 1 + sources:
+        raise ValueError(
+            f"config.data.mixture has {len(rows[0]) - 1} weights in a row for "
+            f"{sources} sources; write (fraction, one weight for each source)"
+        )
+
+
 def _check_sizes(*sizes: int) -> None:
     if min(sizes) < 1:
         raise ValueError(
             f"batch_size, length and max_batches are {sizes}, expected 1 or more each"
         )
-
-
-def _share(batch_size: int, reader: int, readers: int) -> range:
-    """The rows of a batch that are `reader`'s."""
-    if not 0 <= reader < readers:
-        raise ValueError(f"reader {reader} of {readers}; readers count from 0")
-    if batch_size % readers:
-        raise ValueError(
-            f"batch_size={batch_size} rows cannot be dealt out to {readers} readers "
-            f"evenly; set config.train.batch_size to a multiple of {readers}"
-        )
-    size = batch_size // readers
-    return range(reader * size, (reader + 1) * size)

@@ -8,6 +8,8 @@
 
 `bytes_per_token` turns a loss per token into bits per byte, the figure that can be
 compared between tokenizers. Tokenizers with a file are in `tokenizer_files`.
+
+For generated tasks that are no text there is `SymbolTokenizer`: ids are the symbols.
 """
 
 from __future__ import annotations
@@ -94,6 +96,45 @@ class ByteTokenizer:
         """
         ids_N = checked_ids(tokens, self.vocab_size)
         return bytes(ids_N[ids_N < 256].astype(np.uint8)).decode(errors="replace")
+
+
+class SymbolTokenizer:
+    """Symbols 0 to N - 1, written as numbers; then <pad>, <bos>, <eod>.
+
+    A symbol counts as one byte, so that bits per byte are bits per symbol.
+    """
+
+    needs_text = True
+
+    def __init__(self, symbols: int):
+        self.name = f"symbols:{symbols}"
+        self.fingerprint = self.name
+        self.vocab_size = symbols + 3
+        self.pad, self.bos, self.eod = range(symbols, symbols + 3)
+
+    @property
+    def bytes_per_token(self) -> np.ndarray:
+        """float32 [W]: 1 for a symbol, 0 for a special."""
+        return (np.arange(self.vocab_size) < self.pad).astype(np.float32)
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """The symbols of text such as b"3 17", uint32 [N].
+
+        Raises:
+          UserError: the text is not numbers below N.
+        """
+        words = text.decode(errors="replace").split()
+        if not all(word.isdecimal() and int(word) < self.pad for word in words):
+            raise UserError(
+                f"{text[:40]!r} is not symbols of the tokenizer {self.name!r}; write "
+                f"numbers from 0 to {self.pad - 1}, as in '3 17'"
+            )
+        return np.array([int(word) for word in words], np.uint32)
+
+    def decode(self, tokens: Iterable[int] | np.ndarray) -> str:
+        """The numbers of symbols with spaces between them; specials vanish."""
+        ids_N = checked_ids(tokens, self.vocab_size)
+        return " ".join(str(i) for i in ids_N[ids_N < self.pad].tolist())
 
 
 def checked_ids(tokens: Iterable[int] | np.ndarray, vocab_size: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Tokenizers that a file describes: Hugging Face's tokenizer.json, or tiktoken's ranks.
 
     bytes                  the byte tokenizer; no file
+    symbols:N              N symbols that are no text, for generated tasks; no file
     DIR/tokenizer.json     read by the library tokenizers
     DIR/*.model, *.tiktoken
                            "base64 rank" lines, read by the library tiktoken; this is
@@ -37,7 +38,12 @@ from typing import Any
 import numpy as np
 
 from kimi_jax.data.formats import optional
-from kimi_jax.data.tokenizer import ByteTokenizer, Tokenizer, checked_ids
+from kimi_jax.data.tokenizer import (
+    ByteTokenizer,
+    SymbolTokenizer,
+    Tokenizer,
+    checked_ids,
+)
 from kimi_jax.errors import UserError
 
 USUAL_NAMES = {
@@ -122,14 +128,21 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "bytes":
         return ByteTokenizer()
+    kind, colon, number = name.partition(":")
+    if kind == "symbols" and colon:
+        if not number.isdecimal() or int(number) < 1:
+            raise UserError(
+                f"config.data.tokenizer={name!r}: write 'symbols:N' with N of 1 or more"
+            )
+        return SymbolTokenizer(int(number))
     file = pathlib.Path(name).expanduser()
     if file.is_dir():
         known = [file / "tokenizer.json", file / "tiktoken.model"]
         file = next((path for path in known if path.is_file()), file)
     if not file.is_file():
         raise UserError(
-            f"config.data.tokenizer={name!r}: no such file; write 'bytes', or the path "
-            "of a tokenizer.json or of a tiktoken file (.model, .tiktoken)"
+            f"config.data.tokenizer={name!r}: no such file; write 'bytes', 'symbols:N' "
+            "or the path of a tokenizer.json or of a tiktoken file (.model, .tiktoken)"
         )
     content = file.read_bytes()
     settings = _settings(file)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,6 +25,29 @@ from kimi_jax.data.media import NO_ROOM, MediaStore, Room
 from kimi_jax.data.packing import PACKINGS, Pieces
 
 Batch = dict[str, np.ndarray]
+
+
+class Windows(Protocol):
+    """Windows by index, of text or generated."""
+
+    @property
+    def length(self) -> int:
+        """T."""
+
+    @property
+    def pad(self) -> int:
+        """The token of positions without text."""
+
+    @property
+    def room(self) -> Room:
+        """For images in each row."""
+
+    @property
+    def windows(self) -> int:
+        """How many there are."""
+
+    def write(self, batch: Batch, row_B: np.ndarray, index_B: np.ndarray) -> None:
+        """Puts the windows `index_B` into the rows `row_B` of a padding batch."""
 
 
 class Packed(NamedTuple):
@@ -95,6 +118,23 @@ class Pool:
             packed = self.packed[member]
             first = int(self.ends[member]) - packed.pieces.windows
             _write_window(batch, row, packed, index - first)
+
+
+def share_of(batch_size: int, reader: int, readers: int) -> range:
+    """The rows of a batch that are those of reader `reader` of `readers`.
+
+    Raises:
+      ValueError: there is no such reader, or the rows cannot be dealt out evenly.
+    """
+    if not 0 <= reader < readers:
+        raise ValueError(f"reader {reader} of {readers}; readers count from 0")
+    if batch_size % readers:
+        raise ValueError(
+            f"batch_size={batch_size} rows cannot be dealt out to {readers} readers "
+            f"evenly; set config.train.batch_size to a multiple of {readers}"
+        )
+    size = batch_size // readers
+    return range(reader * size, (reader + 1) * size)
 
 
 def padding_batch(rows: int, length: int, pad: int, room: Room = NO_ROOM) -> Batch:

@@ -193,8 +193,11 @@ class Progress:
             fields.append(f"val loss {record['loss']:.4f}")
         if "bits_per_byte" in record:
             fields.append(f"val bpb {record['bits_per_byte']:.4f}")
+        if "accuracy" in record:
+            fields.append(f"accuracy {record['accuracy']:.4f}")
         for length, other in list(record.get("lengths", {}).items())[1:]:
-            fields.append(f"at {length} {other['bits_per_byte']:.4f}")
+            name = "accuracy" if "accuracy" in other else "bits_per_byte"
+            fields.append(f"at {length} {other[name]:.4f}")
         if self._unigram is not None:
             fields.append(f"(byte unigrams {self._unigram:.4f})")
         return fields

@@ -100,9 +100,9 @@ def loss_figure(
     train: Series, validation: Series, unigram_bits_per_byte: float | None
 ) -> Figure:
     """Bits per byte over steps: train, validation and the byte-unigram line."""
-    figure = _new_figure(8.0, 4.4)
+    figure = new_figure(8.0, 4.4)
     axis = figure.subplots()
-    _style(axis, "Cross-entropy on text", "bits per byte")
+    style(axis, "Cross-entropy on text", "bits per byte")
     line = downsample(*train)
     if len(line.steps):
         width = 2 * (len(line.steps) // 60) + 1
@@ -151,11 +151,11 @@ def history_figure(
     """
     columns = min(len(panels), 3 if len(panels) == 3 and not line_labels else 2)
     rows = math.ceil(len(panels) / columns)
-    figure = _new_figure(3.6 * max(columns, 1.5) + 1.2, 2.75 * rows + 0.25)
+    figure = new_figure(3.6 * max(columns, 1.5) + 1.2, 2.75 * rows + 0.25)
     axes = np.atleast_1d(figure.subplots(rows, columns)).ravel()
     colors = _depth_colors(max(len(line_labels), 1))
     for axis, panel in zip(axes, panels, strict=False):
-        _style(axis, panel.title, panel.label)
+        style(axis, panel.title, panel.label)
         steps, values = panel.series
         lines = values.reshape(len(values), -1)
         width = 1.5 if lines.shape[1] <= _LABELLED_LAYERS else 0.8
@@ -189,9 +189,9 @@ def new_axis(
     Args:
         label: of the y axis, with the unit.
     """
-    figure = _new_figure(width, height)
+    figure = new_figure(width, height)
     axis = figure.subplots()
-    _style(axis, title, label)
+    style(axis, title, label)
     axis.xaxis.set_major_locator(ticker.AutoLocator())
     return figure, axis
 
@@ -204,11 +204,11 @@ def named_figure(
     Args:
         from_zero: whether the y axes start there.
     """
-    figure = _new_figure(8.0, 3.2 * len(panels))
+    figure = new_figure(8.0, 3.2 * len(panels))
     axes = np.atleast_1d(figure.subplots(len(panels), 1))
     for axis, (title, lines) in zip(axes, panels.items(), strict=True):
-        _style(axis, title, "")
-        _draw_lines(axis, lines)
+        style(axis, title, "")
+        draw_lines(axis, lines)
         _scale_y(axis, np.concatenate([x.values for x in lines.values()]), from_zero)
         axis.set_xlabel("step", fontsize=9.5, color=_TEXT)
         axis.legend(
@@ -223,21 +223,12 @@ def named_figure(
 
 def position_figure(lines: Mapping[str, Series], train_length: int) -> Figure:
     """Loss over the last position of each bin, in nats a token; a line a length."""
-    figure = _new_figure(8.0, 3.8)
+    figure = new_figure(8.0, 3.8)
     axis = figure.subplots()
-    _style(axis, "Loss by position in the document", "nats a token")
-    _draw_lines(axis, lines, marker="o")
-    axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-    axis.xaxis.set_minor_locator(ticker.NullLocator())
+    style(axis, "Loss by position in the document", "nats a token")
+    draw_lines(axis, lines, marker="o")
+    length_axis(axis, train_length)
     axis.set_xlabel("position (tokens of context)", fontsize=9.5, color=_TEXT)
-    axis.axvline(
-        train_length,
-        color=_REFERENCE,
-        linewidth=1.3,
-        linestyle=(0, (5, 3)),
-        label="training length",
-    )
     axis.legend(frameon=False, fontsize=9.5, labelcolor=_TEXT, title="windows of")
     return figure
 
@@ -252,12 +243,12 @@ def depth_map_figure(weights: np.ndarray, num_layers: int | None) -> Figure:
         num_layers: depth of the model, to name the columns; None infers it.
     """
     sublayers, sources = weights.shape
-    figure = _new_figure(
+    figure = new_figure(
         float(np.clip(0.42 * sublayers + 2.2, 6.4, 10.0)),
         float(np.clip(0.36 * sources + 1.7, 3.2, 8.0)),
     )
     axis = figure.subplots()
-    _style(axis, "Attention residuals: what each sublayer reads", "source")
+    style(axis, "Attention residuals: what each sublayer reads", "source")
     axis.grid(visible=False)
     shown = np.ma.masked_equal(weights.T, 0.0)
     colormap = colormaps["viridis"].with_extremes(bad=_UNUSED)
@@ -311,11 +302,11 @@ def sublayer_names(sublayers: int, num_layers: int | None) -> list[str]:
     return names + ["output"] * has_output
 
 
-def _new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), facecolor="white", layout="constrained")
 
 
-def _style(axis: Axes, title: str, label: str) -> None:
+def style(axis: Axes, title: str, label: str) -> None:
     axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=_TEXT)
     axis.set_ylabel(label, fontsize=9.5, color=_TEXT)
     axis.set_xlabel("step", fontsize=9.5, color=_TEXT)
@@ -331,7 +322,23 @@ def _style(axis: Axes, title: str, label: str) -> None:
         axis.spines[side].set_color(_AXIS)
 
 
-def _draw_lines(
+def length_axis(axis: Axes, train_length: int | None) -> None:
+    """Tokens along x in powers of two, with a mark at the training length."""
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    axis.xaxis.set_minor_locator(ticker.NullLocator())
+    axis.set_xlabel("length (tokens)", fontsize=9.5, color=_TEXT)
+    if train_length is not None:
+        axis.axvline(
+            train_length,
+            color=_REFERENCE,
+            linewidth=1.3,
+            linestyle=(0, (5, 3)),
+            label="training length",
+        )
+
+
+def draw_lines(
     axis: Axes, lines: Mapping[str, Series], marker: str | None = None
 ) -> None:
     colors = colormaps["tab20" if len(lines) > 10 else "tab10"]

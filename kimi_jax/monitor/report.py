@@ -96,6 +96,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "validation_step": evaluation.get("step"),
         "validation_loss": evaluation.get("loss"),
         "validation_bits_per_byte": evaluation.get("bits_per_byte"),
+        **sections.summarise_accuracy(run),
         "best_validation_step": best.get("step"),
         "best_validation_bits_per_byte": best.get("bits_per_byte"),
         "unigram_bits_per_byte": run.info.get("unigram_bits_per_byte"),
@@ -122,6 +123,7 @@ def draw(run: Run) -> dict[str, Figure]:
     optimizer = [p for p in optimizer if np.isfinite(p.series.values).any()]
     if optimizer:
         figures["optimizer"] = plots.history_figure(optimizer)
+    figures |= sections.draw_accuracy(run)
     figures |= sections.draw_positions(run)
     figures |= sections.draw_speed(run)
     figures |= sections.draw_groups(run)
@@ -149,6 +151,8 @@ def render(run: Run, summary: dict[str, Any], figures: Sequence[str]) -> str:
         parts.append("## Loss\n\n![Loss curve](plots/loss.png)")
     if "optimizer" in figures:
         parts.append("## Optimizer\n\n![Optimizer curves](plots/optimizer.png)")
+    if "accuracy" in figures:
+        parts.append(sections.accuracy_section(run))
     if "positions" in figures:
         parts.append(sections.positions_section(run))
     if "speed" in figures:
@@ -175,7 +179,11 @@ def _headline(summary: dict[str, Any]) -> str:
     best = number(summary["best_validation_bits_per_byte"])
     if summary["best_validation_step"] is not None:
         best += f" (step {summary['best_validation_step']:,})"
+    headline = f"Validation {validation} bits per byte"
+    if summary["validation_accuracy"] is not None:
+        headline = f"Validation accuracy {number(summary['validation_accuracy'])}"
     rows = [
+        *sections.accuracy_rows(summary),
         ("validation bits per byte", validation),
         ("best validation bits per byte", best),
         ("byte-unigram bits per byte of the same text", unigram),
@@ -203,8 +211,7 @@ def _headline(summary: dict[str, Any]) -> str:
         [
             f"# {name}",
             "",
-            f"**Validation {validation} bits per byte** (byte unigrams: {unigram}) "
-            f"after {steps}, {state}.",
+            f"**{headline}** (byte unigrams: {unigram}) after {steps}, {state}.",
             "",
             *warning,
             *table(("result", "value"), [row for row in rows if row[1] != "-"]),

@@ -14,6 +14,8 @@ from kimi_jax.monitor import plots
 from kimi_jax.monitor.markdown import number, table
 from kimi_jax.monitor.runs import Run, last, series
 
+LEARNED = 0.99  # accuracy of a task that counts as learned
+
 # Title, label of the y axis, name in the records.
 _SPEED_PANELS = (
     ("Throughput", "tokens per second", "tokens_per_second"),
@@ -52,6 +54,16 @@ def draw_groups(run: Run) -> dict[str, Figure]:
     return {"groups": plots.named_figure(panels)} if panels else {}
 
 
+def draw_accuracy(run: Run) -> dict[str, Figure]:
+    """The share of right answers over steps, a line for each length of windows."""
+    lines = {}
+    for length, record in last(run.eval).get("lengths", {}).items():
+        if "accuracy" in record:
+            values = {s: r["lengths"].get(length, {}) for s, r in run.eval.items()}
+            lines[f"{int(length):,} tokens"] = series(values, "accuracy")
+    return {"accuracy": plots.named_figure({"Accuracy": lines})} if lines else {}
+
+
 def draw_positions(run: Run) -> dict[str, Figure]:
     """The last evaluation's loss by position, a line for each length of windows."""
     lengths = last(run.eval).get("lengths", {})
@@ -81,6 +93,27 @@ def summarise_speed(run: Run) -> dict[str, Any]:
         "data_wait_share": float(waits.mean()) if len(waits) else None,
         "checkpoint_seconds": float(saves.mean()) if len(saves) else None,
     }
+
+
+def summarise_accuracy(run: Run) -> dict[str, Any]:
+    """The last accuracy, and the first evaluation with 99 %; None for text."""
+    records = sorted(run.eval.items())
+    learned = (step for step, r in records if r.get("accuracy", 0.0) >= LEARNED)
+    return {
+        "validation_accuracy": last(run.eval).get("accuracy"),
+        "learned_step": next(learned, None),
+    }
+
+
+def accuracy_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The numbers of `summarise_accuracy` for the head of the report."""
+    if summary["validation_accuracy"] is None:
+        return []
+    learned = number(summary["learned_step"], "{:,}")
+    return [
+        ("validation accuracy", number(summary["validation_accuracy"])),
+        (f"first step with an accuracy of {LEARNED:.0%}", learned),
+    ]
 
 
 def speed_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -132,6 +165,22 @@ def speed_section(run: Run) -> str:
 
 def groups_section() -> str:
     return "## Components\n\n![By component](plots/groups.png)"
+
+
+def accuracy_section(run: Run) -> str:
+    """The last accuracy by length of windows."""
+    record = last(run.eval)
+    rows = [
+        (f"{int(length):,}", number(values["accuracy"]), f"{values['tokens']:,}")
+        for length, values in record["lengths"].items()
+    ]
+    text = (
+        f"Validation at step {record['step']:,}: the share of answer tokens that the "
+        "model finds likeliest, true answers before them given."
+    )
+    image = "![Accuracy](plots/accuracy.png)"
+    lines = "\n".join(table(("window", "accuracy", "answer tokens"), rows))
+    return f"## Accuracy\n\n{image}\n\n{text}\n\n{lines}"
 
 
 def positions_section(run: Run) -> str:

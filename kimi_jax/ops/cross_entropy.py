@@ -56,6 +56,22 @@ def chunked_cross_entropy(
     return loss_sum, lax.stop_gradient(losses_BT)
 
 
+def chunked_predictions(h_BTD: Array, w_DW: Array, *, chunk_size: int) -> Array:
+    """The likeliest token at every position, int32 [B, T]; of equals the first.
+
+    Args:
+      h_BTD, w_DW, chunk_size: as in `chunked_cross_entropy`.
+    """
+    B, T, _ = h_BTD.shape
+    w_DW = w_DW.astype(h_BTD.dtype)
+
+    def chunk(_, tokens):
+        return None, jnp.argmax(_logits(tokens[0], w_DW), axis=-1).astype(jnp.int32)
+
+    n = max(min(-(-B * T // chunk_size), T), 1)
+    return _over_chunks(chunk, None, (h_BTD,), n)[1]
+
+
 def cross_entropy_reference(
     h_BTD: Array,
     w_DW: Array,

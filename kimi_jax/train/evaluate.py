@@ -21,6 +21,7 @@ import numpy as np
 from kimi_jax import sharding
 from kimi_jax.config import Config, Train
 from kimi_jax.data import loader
+from kimi_jax.ops.cross_entropy import chunked_predictions
 from kimi_jax.ops.segments import positions_in_segments
 from kimi_jax.train.batch import Batch, batch_shape, on_mesh
 from kimi_jax.train.step import State, forward, token_losses
@@ -32,7 +33,7 @@ class _Length(NamedTuple):
     """How windows of one length are evaluated."""
 
     length: int
-    batches: loader.EvalBatches
+    batches: loader.HeldOut
     step: Callable[[State, Batch], dict[str, jax.Array]]
     upto_P: tuple[int, ...]  # the last position of each bin
 
@@ -58,32 +59,49 @@ class Evaluator:
         """Reads the state and changes nothing.
 
         Returns:
-          loss (nats a token), bits_per_byte and tokens at the training length; seconds;
-          and `lengths`, which holds for each length of windows:
+          loss (nats a token), bits_per_byte and tokens at the training length, and of
+          graded data accuracy, the share of answer tokens that are the likeliest;
+          seconds; and `lengths`, which holds for each length of windows:
 
-            loss, bits_per_byte, tokens
-            position_loss, position_tokens   by the last position of each bin
+            loss, bits_per_byte, tokens, accuracy
+            position_loss, position_tokens, position_accuracy
+                                             by the last position of each bin
             beyond_loss, beyond_bits_per_byte, beyond_tokens
                       at positions past the training length, if there are any
         """
         started = time.monotonic()
         lengths = {
             str(length.length): summarise(
-                self._sums(length, state), length.upto_P, self._train_length
+                _sum_up(length, state, self._rows), length.upto_P, self._train_length
             )
             for length in self._lengths
         }
         first = lengths[str(self._train_length)]
-        whole = {name: first[name] for name in ("loss", "bits_per_byte", "tokens")}
+        names = ("loss", "bits_per_byte", "tokens", "accuracy")
+        whole = {name: first[name] for name in names if name in first}
         return {**whole, "seconds": time.monotonic() - started, "lengths": lengths}
 
-    def _sums(self, length: _Length, state: State) -> Sums:
-        total = {name: np.zeros(len(length.upto_P)) for name in _SUMS}
-        for host in loader.iterate(length.batches, 0, len(length.batches)):
-            sums = length.step(state, on_mesh(host, self._rows))
-            for name in _SUMS:
-                total[name] += np.asarray(sums[name], np.float64)
-        return total
+
+def evaluate_length(
+    cfg: Config,
+    data: loader.Data,
+    mesh: jax.sharding.Mesh,
+    state: State,
+    multiple: int,
+) -> dict[str, Any]:
+    """The record of one length, as in the `lengths` of `Evaluator`; compiles for it."""
+    length = _prepare(cfg, data, mesh, state, multiple)
+    sums = _sum_up(length, state, sharding.batch_sharding(mesh))
+    return summarise(sums, length.upto_P, cfg.train.seq_len)
+
+
+def _sum_up(length: _Length, state: State, rows: jax.sharding.NamedSharding) -> Sums:
+    total: Sums = {}
+    for host in loader.iterate(length.batches, 0, len(length.batches)):
+        sums = length.step(state, on_mesh(host, rows))
+        for name, value in sums.items():
+            total[name] = total.get(name, 0.0) + np.asarray(value, np.float64)
+    return total
 
 
 _SUMS = ("nats", "tokens", "bytes")
@@ -112,9 +130,15 @@ def rows_at(train: Train, multiple: int, shards: int) -> int:
 
 
 def make_eval_step(
-    cfg: Config, upto_P: tuple[int, ...], bytes_per_token: np.ndarray
+    cfg: Config,
+    upto_P: tuple[int, ...],
+    bytes_per_token: np.ndarray,
+    graded: bool = False,
 ) -> Callable[[State, Batch], dict[str, jax.Array]]:
-    """(state, batch) -> nats, tokens and bytes of text, summed in each bin [P]."""
+    """(state, batch) -> nats, tokens and bytes of text, summed in each bin [P].
+
+    With `graded`, also correct: the tokens that the model finds likeliest.
+    """
 
     def eval_step(state: State, batch: Batch) -> dict[str, jax.Array]:
         variables = {"params": state.params, "balance": state.balance}
@@ -130,11 +154,17 @@ def make_eval_step(
             # A masked sum, unlike a scatter, adds in the same order every time.
             return jnp.sum(jnp.where(in_bin_PBT, x_BT * weights_BT, 0), axis=(1, 2))
 
-        return {
+        sums = {
             "nats": by_bin(losses_BT),
             "tokens": by_bin(jnp.ones_like(weights_BT)),
             "bytes": by_bin(bytes_BT),
         }
+        if graded:
+            found_BT = chunked_predictions(
+                out.h_BTD, out.unembed_DW, chunk_size=cfg.train.loss_chunk
+            )
+            sums["correct"] = by_bin((found_BT == batch.targets_BT).astype(jnp.float32))
+        return sums
 
     return eval_step
 
@@ -150,6 +180,12 @@ def summarise(sums: Sums, upto_P: tuple[int, ...], train_length: int) -> dict[st
     nats_P, tokens_P = sums["nats"], sums["tokens"]
     record["position_loss"] = {str(upto[p]): nats_P[p] / tokens_P[p] for p in seen}
     record["position_tokens"] = {str(upto[p]): int(tokens_P[p]) for p in seen}
+    if "correct" in sums:
+        right_P = sums["correct"]
+        record["accuracy"] = float(right_P.sum() / max(tokens_P.sum(), 1.0))
+        record["position_accuracy"] = {
+            str(upto[p]): right_P[p] / tokens_P[p] for p in seen
+        }
     return record
 
 
@@ -175,7 +211,9 @@ def _prepare(
     batch_size = rows_at(cfg.train, multiple, sharding.row_shards(mesh))
     upto_P = position_bins(cfg.train.seq_len, length)
     step = jax.jit(
-        make_eval_step(cfg, upto_P, data.tokenizer.bytes_per_token),
+        make_eval_step(
+            cfg, upto_P, data.tokenizer.bytes_per_token, data.validation.graded
+        ),
         out_shardings=sharding.replicated(mesh),  # every process reads the sums
     )
     shape = dataclasses.replace(

@@ -30,14 +30,23 @@ def show(
         console,
         [
             ("parameters", parameter_rows(cfg.model)),
-            ("text", [(k.replace("_", " "), v) for k, v in data.summary.items()]),
-            ("parts of the text", statistics.summary_rows(data.statistics)),
-            ("lengths of documents", statistics.length_rows(data.statistics)),
+            ("data", [(k.replace("_", " "), v) for k, v in data.summary.items()]),
+            *_parts(data),
             ("run", _run_rows(cfg, mesh, folder, first)),
         ],
     )
     for line in statistics.warnings(data.statistics, cfg.train.seq_len):
         console.print(f"warning: {line}", markup=False, highlight=False)
+
+
+def _parts(data: loader.Data) -> list[tuple[str, list]]:
+    """Tables of the cells; generated tasks have none."""
+    if not data.statistics:
+        return []
+    return [
+        ("parts of the text", statistics.summary_rows(data.statistics)),
+        ("lengths of documents", statistics.length_rows(data.statistics)),
+    ]
 
 
 def parameter_rows(model: config.Model) -> list[tuple[str | int, ...]]:

@@ -51,7 +51,7 @@ from kimi_jax.train.evaluate import Evaluator
 from kimi_jax.train.interrupt import Interrupt
 from kimi_jax.train.nonfinite import GuardedStep
 from kimi_jax.train.profile import Profiler
-from kimi_jax.train.program import lower_train_step, state_shape
+from kimi_jax.train.program import compile_fast, lower_train_step, state_shape
 from kimi_jax.train.step import State, init_state, make_transform, start_state
 from kimi_jax.train.step_log import StepLog
 
@@ -247,7 +247,7 @@ def _first_state(
     init = jax.jit(
         lambda: init_state(cfg, transform),
         out_shardings=where,
-        compiler_options=_compile_fast(mesh),
+        compiler_options=compile_fast(mesh),
     )
     return init()
 
@@ -262,15 +262,6 @@ def _start_source(cfg: Config, folder: pathlib.Path) -> Source | None:
     source = open_source(cfg.train.init_from)
     check_fits(source, cfg.model)
     return source
-
-
-def _compile_fast(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
-    """Compiler options for a program that runs once.
-
-    On a CPU, LLVM takes a minute to optimise the random draws of a small model.
-    """
-    platform = mesh.devices.flat[0].platform
-    return {"xla_backend_optimization_level": 0} if platform == "cpu" else None
 
 
 def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:

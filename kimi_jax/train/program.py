@@ -45,3 +45,12 @@ def lower_train_step(
     go = jax.ShapeDtypeStruct((), jnp.bool_, sharding=everywhere)
     with jax.set_mesh(mesh):
         return step.lower(state, batch, go)
+
+
+def compile_fast(mesh: Mesh) -> dict[str, int] | None:
+    """Compiler options for a program that runs once.
+
+    On a CPU, LLVM takes a minute to optimise the random draws of a small model.
+    """
+    platform = mesh.devices.flat[0].platform
+    return {"xla_backend_optimization_level": 0} if platform == "cpu" else None

@@ -25,6 +25,7 @@ TOKENS = "tokens"  # folder of the token stores, made before the workdir is clai
 _FREE = (
     "name",
     "sample.",
+    "evaluation.",
     "mesh.",
     "cluster",
     "train.remat",

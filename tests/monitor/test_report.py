@@ -249,6 +249,22 @@ def test_a_dense_model_without_evaluation_has_fewer_sections(tmp_path):
     assert summary["max_violation"] is None
 
 
+def test_accuracy_of_a_task_is_shown(tmp_path):
+    """Learned at step 60: half right before, all after."""
+    with MetricsWriter(tmp_path) as writer:
+        writer.write("run", 0, event="start", unigram_bits_per_byte=5.0)
+        for step in (20, 40, 60, 80):
+            right = {"accuracy": 0.5 if step < 60 else 0.999}
+            lengths = evaluation(1.0)["lengths"]
+            shown = {n: record | right for n, record in lengths.items()}
+            writer.write("eval", step, **evaluation(1.0) | right | {"lengths": shown})
+    report = build_report(tmp_path).read_text()
+    assert "**Validation accuracy 0.9990**" in report
+    assert "| first step with an accuracy of 99% | 60 |" in report
+    assert "| 1,024 | 0.9990 | 10,240 |" in report
+    assert (tmp_path / "plots" / "accuracy.png").exists()
+
+
 def test_partial_runs(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         writer.write("run", 0, event="start", parameters={"kda": 10, "moe": 20})

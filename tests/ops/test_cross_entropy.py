@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from kimi_jax.ops.cross_entropy import (
     chunked_cross_entropy,
+    chunked_predictions,
     cross_entropy_reference,
 )
 
@@ -112,6 +113,14 @@ def test_bfloat16_states_with_float32_embedding():
     for grad, wanted, roundings in ((dh, exact_dh, 2), (dw, exact_dw, 1)):
         error = np.asarray(grad, np.float64) - wanted
         assert np.linalg.norm(error) < roundings * 2.0**-9 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 10, 26])
+def test_predictions_are_the_likeliest_tokens(chunk_size):
+    h, w, *_ = draw()
+    got = jax.jit(partial(chunked_predictions, chunk_size=chunk_size))(h, w)
+    np.testing.assert_array_equal(got, np.argmax(np.asarray(h @ w), axis=-1))
+    assert got.dtype == jnp.int32
 
 
 def test_memory_is_that_of_one_chunk():

@@ -128,3 +128,15 @@ def test_bins_without_a_token_are_left_out():
     assert record["position_loss"] == {"1": 2.0, "4": 3.0}
     assert record["loss"] == pytest.approx(8 / 3) and record["beyond_loss"] == 3.0
     assert np.isnan(record["beyond_bits_per_byte"])
+
+
+def test_answers_that_are_right_are_counted_by_bin():
+    sums = {
+        "nats": np.array([2.0, 0.0, 6.0]),
+        "tokens": np.array([1.0, 0.0, 3.0]),
+        "bytes": np.array([1.0, 0.0, 3.0]),
+        "correct": np.array([1.0, 0.0, 1.0]),
+    }
+    record = evaluate.summarise(sums, (1, 2, 4), 4)
+    assert record["accuracy"] == 0.5
+    assert record["position_accuracy"] == {"1": 1.0, "4": pytest.approx(1 / 3)}
