@@ -236,7 +236,7 @@ def _load(stage: Stage, root: pathlib.Path, console: Console) -> loader.Data:
         raise UserError(str(error)) from error
 
 
-def _reaches(batches: loader.EvalBatches) -> bool:
+def _reaches(batches: loader.HeldOut) -> bool:
     """Whether some document has tokens in the last bin of positions of its row."""
     last = 2 ** max(0, (batches.length - 1).bit_length() - 1)
     for step in range(len(batches)):

@@ -211,6 +211,10 @@ class HeldOut(SharedSource, Source, Protocol):
     """What validation reads: `EvalBatches`, or `task_windows.EvalTasks`."""
 
     @property
+    def length(self) -> int:
+        """Tokens a row."""
+
+    @property
     def graded(self) -> bool:
         """Targets are answers, so that it is worth counting those that are right."""
 
