@@ -158,6 +158,7 @@ def optimizer() -> dict:
         "muon_per_head": True,
         "muon_momentum": 0.95,
         "muon_update_rms": 0.2,
+        "muon_dtype": "float32",
         "momentum_dtype": "float32",
         "qk_clip": None,
         "learning_rate": 2e-3,

@@ -66,6 +66,7 @@ def get_config(arg=""):
     )
     model.moe.balancing.threshold_cap = 32
     model.residual.block_size = 12.0
+    config.optimizer.muon_dtype = "bfloat16"
     config.optimizer.learning_rate = 2e-4
     config.train.update(
         steps=500_000,

@@ -52,6 +52,7 @@ def get_config():
     )
     model.moe.balancing.update(method="sign", threshold_cap=16)
     model.residual.update(kind="none", block_size=9.0)
+    config.optimizer.muon_dtype = "bfloat16"
     config.optimizer.learning_rate = 1.1e-3
     config.train.update(
         steps=340_000, batch_size=1024, seq_len=4096, micro_batches=4, remat="unit"

@@ -198,6 +198,8 @@ class Optimizer:
     muon_per_head: bool  # orthogonalise each head of q, k, v by itself
     muon_momentum: float
     muon_update_rms: float  # of Muon's updates before the rate; AdamW's are near 0.2
+    # That matrices are orthogonalised in, and travel in where they are split.
+    muon_dtype: Literal["float32", "bfloat16"]
     # Of Muon's momentum and Adam's first moment; the second moment stays float32.
     momentum_dtype: Literal["float32", "bfloat16"]
     qk_clip: float | None  # largest attention logit that a head may keep; None: any

@@ -2,8 +2,8 @@
 
     data      splits rows of the batch; parameters are copied
     fsdp      splits rows of the batch, and the widths of parameters
-    expert    splits rows of the batch, and the experts
-    context   splits the time axis, and the experts further
+    expert    splits rows of the batch, the experts, and the widths of the rest
+    context   splits the time axis, and all that `expert` splits further
     tensor    splits heads, hidden widths and the vocabulary
 
 Parameters are plain arrays. `PARAMETERS` gives each a logical name for every axis, and
@@ -38,7 +38,7 @@ PLACES: dict[str, str | tuple[str, ...]] = {
     "rows": ROWS,
     "time": "context",
     "tokens": TOKENS,  # rows and time as one axis
-    "width": "fsdp",  # of the residual stream, in parameters only
+    "width": ("fsdp", *EXPERTS),  # of the residual stream, in parameters only
     "latent": "fsdp",  # that experts read and write, in parameters only
     "heads": "tensor",
     "hidden": "tensor",
@@ -82,7 +82,6 @@ PARAMETERS: dict[str, Axes] = {
     "project_out": ("hidden", "width"),
     **dict.fromkeys(("attention_norm", "mlp_norm"), _VECTOR),
     "weight": (),
-    "ns_coeffs": (None, None),  # a constant that optax keeps in the state of Muon
 }
 
 
@@ -145,7 +144,7 @@ def misfits(cfg: config.Config, sizes: dict[str, int]) -> list[str]:
         others = parts // sizes[last]
         legal = [n for n in range(1, size + 1) if size % (n * others) == 0]
         near = sorted(legal, key=lambda n: abs(n - sizes[last]))[:2]
-        names = " * ".join(f"{axis}={sizes[axis]}" for axis in axes)
+        names = " * ".join(f"{a}={sizes[a]}" for a in axes if sizes[a] > 1)
         advice = " or ".join(f"--config.mesh.{last}={n}" for n in sorted(near))
         if not near:
             # The other axes alone do not divide it.
@@ -164,7 +163,7 @@ def _split_sizes(cfg: config.Config) -> list[tuple[str, int, tuple[str, ...]]]:
     sizes = [
         ("train.batch_size / micro_batches", rows, ROWS),
         ("train.seq_len", train.seq_len, ("context",)),
-        ("model.width", model.width, ("fsdp",)),
+        ("model.width", model.width, ("fsdp", *EXPERTS)),
         ("model.vocab_size", model.vocab_size, ("tensor",)),
     ]
     kinds = set(config.attention_kinds(model))

@@ -76,6 +76,7 @@ def test_all_problems_are_reported_at_once():
         ("model.moe.capacity_factor=0.9", "must be at least 1, or slots"),
         ("optimizer.learning_rate=0", "must be positive"),
         ("optimizer.muon_update_rms=0", "must be positive"),
+        ("optimizer.muon_dtype=float16", "'bfloat16'"),
         ("optimizer.momentum_dtype=float16", "'bfloat16'"),
         ("optimizer.qk_clip=-1", "must be positive"),
         ("optimizer.schedule=linear", "'wsd'"),

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import traverse_util
+from jax.sharding import PartitionSpec as P
 
 from kimi_jax import canonical, sharding
 from kimi_jax.hlo import collective_bytes
@@ -78,12 +79,55 @@ def test_muon_orthogonalises_on_the_device_that_holds_the_matrix(names, mesh):
     assert shapes and set(shapes) == {"f32[]"}
 
 
-def test_muon_on_whole_matrices_would_have_to_talk():
-    """So the test above can fail."""
-    text = update_text(
-        HEADS, "model.num_layers=3", "mesh.tensor=2", "optimizer.muon_per_head=false"
-    )
-    assert collective_bytes(text)["all-reduce"].bytes > 1000
+@pytest.mark.parametrize(
+    ("names", "overrides"),
+    [
+        (("gate", "down"), ("mesh.fsdp=4",)),
+        (("gate", "down"), ("mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2")),
+        (EXPERTS, ("mesh.fsdp=2", "mesh.tensor=2")),
+        (("q", "k"), ("mesh.tensor=2", "optimizer.muon_per_head=false")),
+    ],
+    ids=["fsdp", "mixed", "experts", "joined-heads"],
+)
+def test_muon_sends_split_matrices_once_there_and_once_back(names, overrides):
+    """And nothing in the loop: `runs` counts a loop as often as it runs.
+
+    Matrices of one shape and place go together: b of them, made a multiple of the
+    devices that they are split over.
+    """
+    overrides = ("model.num_layers=3", *overrides)
+    found = collective_bytes(update_text(names, *overrides))
+    sent, runs = 0, 0
+    sizes = sharding.make_mesh(tiny.make(*overrides)).shape
+    for (m, n, *places), count in matrices_alike(names, *overrides).items():
+        over_m, over_n = (
+            math.prod(sizes[axis] for axis in sharding.split_axes(P(place)))
+            for place in places
+        )
+        for over, size in ((over_m, m * n // over_n), (over_n, m * n)):
+            if over > 1:
+                count = -(-count // over)  # whole along this side, after the exchange
+                sent, runs = sent + 2 * count * size * FLOAT, runs + 2
+    assert found["all-to-all"].bytes == sent
+    assert found["all-to-all"].runs == runs
+    assert set(found) == {"all-to-all", "all-reduce"}  # of the norm, tested above
+
+
+def matrices_alike(names: tuple[str, ...], *overrides: str) -> dict[tuple, int]:
+    """{(m, n, what splits m, what splits n): how many matrices}."""
+    cfg = tiny.make(*overrides)
+    fresh = jax.eval_shape(lambda: transformer.init(cfg.model, jax.random.key(0)))
+    found: dict[tuple, int] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(fresh["params"]):
+        name = canonical.path_name(path).rsplit("/", 1)[-1]
+        if name not in names:
+            continue
+        batch = leaf.ndim - (3 if name in ("q", "k") else 2)  # heads joined
+        m, *n = leaf.shape[batch:]
+        places = sharding.parameter_spec(path, leaf)[batch : batch + 2]
+        key = (m, math.prod(n), *places)
+        found[key] = found.get(key, 0) + math.prod(leaf.shape[:batch])
+    return found
 
 
 def layer_traffic(make, *overrides: str, gradient: bool):
@@ -122,7 +166,7 @@ def layer_traffic(make, *overrides: str, gradient: bool):
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "both"])
 def test_experts_get_tokens_at_the_latent_width(gradient):
-    found, _, cfg = layer_traffic(
+    found, params, cfg = layer_traffic(
         LatentMoE, "mesh.expert=4", "model.moe.capacity_factor=1.5", gradient=gradient
     )
     moe, tokens = cfg.model.moe, cfg.train.batch_size * cfg.train.seq_len // 4
@@ -134,7 +178,8 @@ def test_experts_get_tokens_at_the_latent_width(gradient):
     assert found["all-to-all"].bytes == passes * there_and_back + slots * 4
     assert found["all-to-all"].runs == 2 * passes + 1
     assert found["all-to-all"].exact
-    assert set(found) == {"all-to-all", "all-reduce"}
+    assert set(found) == {"all-to-all", "all-reduce", "all-gather"}
+    assert found["all-gather"].bytes == FLOAT * sum(split(params).values())
     if not gradient:
         # Of partial sums over the tensor axis, which is one device here.
         assert found["all-reduce"].sent_bytes == 0
@@ -152,7 +197,9 @@ def test_kda_tells_later_devices_a_summary_of_its_piece(gradient):
     two_ids = ranks * rows * 2 * 4
     halo, id_halo = rows * reach * H * (2 * K + V) * FLOAT, rows * reach * 4
     passes = 2 if gradient else 1
-    assert found["all-gather"].bytes == summaries + two_ids
+    assert found["all-gather"].bytes == summaries + two_ids + FLOAT * sum(
+        split(params).values()
+    )
     assert found["collective-permute"].bytes == passes * halo + id_halo
     if not gradient:
         assert set(found) == {"all-gather", "collective-permute"}
@@ -162,6 +209,16 @@ def test_kda_tells_later_devices_a_summary_of_its_piece(gradient):
     assert found["all-reduce"].bytes == FLOAT * sum(
         leaf.size for leaf in jax.tree.leaves(params)
     )
+
+
+def split(params, kept="experts_"):
+    """{name: size} of the parameters that are gathered to be used."""
+    return {
+        canonical.path_name(path): leaf.size
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if math.prod(leaf.sharding.shard_shape(leaf.shape)) < leaf.size
+        and kept not in canonical.path_name(path)
+    }
 
 
 def mlp(model):
@@ -180,11 +237,7 @@ LAYERS = {
 def test_parameters_are_gathered_once(name):
     """For forward and backward together: within a layer nothing is computed again."""
     found, params, _ = layer_traffic(LAYERS[name], "mesh.fsdp=4", gradient=True)
-    split = {
-        canonical.path_name(path): leaf.size
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        if math.prod(leaf.sharding.shard_shape(leaf.shape)) < leaf.size
-    }
-    assert found["all-gather"].bytes == FLOAT * sum(split.values())
-    assert found["all-gather"].runs == len(split)
+    sizes = split(params, kept="nothing")  # fsdp splits experts too
+    assert found["all-gather"].bytes == FLOAT * sum(sizes.values())
+    assert found["all-gather"].runs == len(sizes)
     assert set(found) <= {"all-gather", "all-reduce", "reduce-scatter"}

@@ -3,23 +3,24 @@
 Each parameter name stands in the table once, with the axes that Muon orthogonalises
 and whether weight decay applies. All other axes of a Muon parameter are batch axes:
 scan stacks, experts, and the heads of q, k and v. So "per head" is a choice of axes,
-and with heads sharded it needs no communication.
+and with heads sharded it needs no communication (`kimi_jax.train.muon`).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers, scale_by_muon
+from optax.contrib import MuonDimensionNumbers
 
 from kimi_jax import config
 from kimi_jax.canonical import path_name
+from kimi_jax.train.muon import scale_by_muon, sides
 
 
 class Rule(NamedTuple):
@@ -58,10 +59,6 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("patch", "position"), _TABLE),
     **dict.fromkeys(("attention_norm", "mlp_norm"), _VECTOR),
 }
-
-# Coefficients of each Newton-Schulz step: optax's default, written as a sequence, which
-# optax runs as a scan. Unrolled, they would be most of the program to compile.
-_NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 def rules(params: Any, optimizer: config.Optimizer) -> Any:
@@ -104,9 +101,9 @@ def rule_rows(
             rows.add((pattern, "adamw", "-", decay))
             continue
         shape = params[name].shape
-        sides = _sides(shape, rule.muon)
-        count = math.prod(shape) // math.prod(sides)
-        rows.add((pattern, "muon", f"{count} x {sides}", decay))
+        m, n = sides(shape, rule.muon)
+        count = math.prod(shape) // (m * n)
+        rows.add((pattern, "muon", f"{count} x [{m}, {n}]", decay))
     head = ("parameter", "updated by", "matrices a layer", "weight decay")
     # Muon first, then AdamW with decay and without.
     return [head, *sorted(rows, key=lambda row: (row[1] != "muon", row[3], row[0]))]
@@ -149,19 +146,23 @@ def make(
         lambda r: r.muon if r.muon else optax.MaskedNode(), table, is_leaf=is_rule
     )
     decay = jax.tree.map(lambda r: r.decay, table, is_leaf=is_rule)
-    # None keeps a moment in the dtype of its parameter, which is float32.
-    dtype = jnp.bfloat16 if optimizer.momentum_dtype == "bfloat16" else None
+    # None keeps the dtype of the parameter, which is float32.
+    narrow = {"bfloat16": jnp.bfloat16, "float32": None}
+    momentum_dtype = narrow[optimizer.momentum_dtype]
     muon = optax.chain(
         scale_by_muon(
-            ns_coeffs=_NEWTON_SCHULZ,
-            beta=optimizer.muon_momentum,
-            mu_dtype=dtype,
-            weight_dimension_numbers=dimensions,
+            dimensions,
+            momentum=optimizer.muon_momentum,
+            momentum_dtype=momentum_dtype,
+            dtype=narrow[optimizer.muon_dtype],
         ),
         _scale_to_rms(dimensions, optimizer.muon_update_rms),
     )
     adam = optax.scale_by_adam(
-        optimizer.adam_b1, optimizer.adam_b2, optimizer.adam_eps, mu_dtype=dtype
+        optimizer.adam_b1,
+        optimizer.adam_b2,
+        optimizer.adam_eps,
+        mu_dtype=momentum_dtype,
     )
     return optax.chain(
         optax.clip_by_global_norm(optimizer.clip_norm),
@@ -179,12 +180,6 @@ def _scale_to_rms(dimensions: Any, rms: float) -> optax.GradientTransformation:
     """
 
     def scale(update: jax.Array, axes: MuonDimensionNumbers) -> jax.Array:
-        return update * (rms * math.sqrt(max(_sides(update.shape, axes))))
+        return update * (rms * math.sqrt(max(sides(update.shape, axes))))
 
     return optax.stateless(lambda updates, _: jax.tree.map(scale, updates, dimensions))
-
-
-def _sides(shape: Sequence[int], axes: MuonDimensionNumbers) -> list[int]:
-    """[m, n] of the matrices in an array of `shape`."""
-    both = ((axis,) if isinstance(axis, int) else axis for axis in axes)
-    return [math.prod(shape[i] for i in side) for side in both]
