@@ -8,6 +8,8 @@ from `kimi_jax.flops`, because XLA counts the body of a loop once.
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
 from typing import Any, NamedTuple
 
@@ -79,6 +81,7 @@ class Plan(NamedTuple):
     utilisation: float | None  # model FLOPs, at the roofline's time, of the peak
     lower_seconds: float
     compile_seconds: float
+    host_memory: int  # largest that the process ever was, in bytes
 
 
 def make_plan(cfg: Config, mesh: Mesh) -> Plan:
@@ -115,6 +118,9 @@ def make_plan(cfg: Config, mesh: Mesh) -> Plan:
         utilisation,
         lowered_at - started,
         done - lowered_at,
+        # Linux counts in KiB, macOS in bytes.
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024),
     )
 
 
@@ -264,7 +270,11 @@ def _time_rows(cfg: Config, plan: Plan) -> list[tuple[str, str]]:
     found = [
         ("tokens a step", f"{tokens:,}"),
         ("model FLOPs a step", f"{plan.flops:.3e}"),
-        ("compiled in", f"{plan.lower_seconds:.0f} s + {plan.compile_seconds:.0f} s"),
+        (
+            "compiled in",
+            f"{plan.lower_seconds:.0f} s + {plan.compile_seconds:.0f} s, "
+            f"with {_size(plan.host_memory)} of memory",
+        ),
     ]
     line = plan.roofline
     if line is None or plan.utilisation is None:

@@ -126,6 +126,9 @@ def test_a_cpu_has_no_roofline_and_the_plan_is_json(made):
     assert dict(tables["time"])["tokens a step"] == "128"
 
 
+GIB = 2**30
+
+
 def by_hand(**memory):
     """A plan of two parts for a device of 16 GiB."""
     sizes = {"arguments": 0, "temporaries": 0, "program": 0, "offloaded": 0}
@@ -141,10 +144,8 @@ def by_hand(**memory):
         utilisation=0.5,
         lower_seconds=1.0,
         compile_seconds=2.0,
+        host_memory=GIB,
     )
-
-
-GIB = 2**30
 
 
 def test_a_plan_that_fits_needs_no_advice():
