@@ -174,8 +174,7 @@ def _state_and_weight_bytes(
     width = jax.numpy.dtype(cfg.model.dtype).itemsize
     weights = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
-        # Gathered over fsdp before it is used; split over the other axes all along.
-        axes = sharding.split_axes(sharding.parameter_spec(path, leaf)) - {"fsdp"}
+        axes = sharding.split_axes(sharding.parameter_spec(path, leaf, in_use=True))
         weights += leaf.size * width // math.prod(mesh.shape[axis] for axis in axes)
     passes = _PASSES[cfg.train.remat] * cfg.train.micro_batches
     return 2 * sum(s.parameters + s.optimizer for s in kept) + passes * weights

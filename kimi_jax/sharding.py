@@ -46,6 +46,9 @@ PLACES: dict[str, str | tuple[str, ...]] = {
     "experts": EXPERTS,  # tokens differ along both
 }
 
+# What only the kept parameters are split over: they are gathered to be used.
+GATHERED = ("width", "latent")
+
 Axes = tuple[str | None, ...]
 _VECTOR: Axes = (None,)
 _TO_HEADS: Axes = ("width", "heads", None)
@@ -197,8 +200,11 @@ def spec(*logical: str | None) -> PartitionSpec:
     return PartitionSpec(*(None if a is None else PLACES[a] for a in logical))
 
 
-def parameter_spec(path: Any, leaf: Any) -> PartitionSpec:
+def parameter_spec(path: Any, leaf: Any, *, in_use: bool = False) -> PartitionSpec:
     """Where a parameter, or an optimizer's array for one, lies.
+
+    Args:
+      in_use: as a layer multiplies by it, after it is gathered.
 
     Raises:
       ValueError: a name that the table lacks.
@@ -213,6 +219,8 @@ def parameter_spec(path: Any, leaf: Any) -> PartitionSpec:
             "PARAMETERS in kimi_jax/sharding.py"
         )
     axes = PARAMETERS[known]
+    if in_use:
+        axes = tuple(None if axis in GATHERED else axis for axis in axes)
     return spec(*(None,) * (leaf.ndim - len(axes)), *axes)
 
 
