@@ -10,7 +10,8 @@ rate, the batch or the number of tokens: those below are placeholders of the usu
 
 `configs/k3.py:length=65536` trains on longer rows, with a mesh for them: 4,096 devices
 such as a v5p:16x16x16 in any case (docs/plans.md). `configs/k3.py:vision=1` adds the
-vision tower and its projector, 401.2 M and 46.1 M parameters (docs/vision.md).
+vision tower and its projector, 401.2 M and 46.1 M parameters (docs/vision.md), and
+`layers=12` keeps the first 12 layers.
 """
 
 from configs import common
@@ -25,21 +26,28 @@ STAGES = {
 
 
 def get_config(arg=""):
-    options = common.parse_arg(arg, length=8192, vision=0)
-    length = options["length"]
+    options = common.parse_arg(arg, length=8192, layers=93, vision=0)
+    length, layers = options["length"], options["layers"]
     if length not in STAGES:
         raise ValueError(
             f"length={length}: choose one of {', '.join(map(str, STAGES))}"
         )
+    if not 1 <= layers <= 93:
+        raise ValueError(f"layers={layers}: K3 has 93; choose 1 to 93")
     rows, micro_batches, mesh = STAGES[length]
     config = common.base()
-    config.name = "k3" if length == 8192 else f"k3_{length}"
+    config.name = "_".join(
+        ["k3"]
+        + [f"{length}"] * (length != 8192)
+        + [f"{layers}_layers"] * (layers != 93)
+    )
     model = config.model
     model.vocab_size = 163840
     model.width = 7168
-    model.num_layers = 93
+    model.num_layers = layers
     # Layers 4, 8, ..., 92 are MLA, and so is layer 93.
-    model.attention = ("kda*3", "mla") * 23 + ("mla",)
+    kinds = ("kda", "kda", "kda", "mla") * 23 + ("mla",)
+    model.attention = kinds[:layers]
     model.norm_eps = 1e-5
     model.init_std = 0.02
     model.dtype = "bfloat16"
