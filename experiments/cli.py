@@ -82,6 +82,7 @@ def run(
             if error.filename is None:
                 raise
             print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+            distributed.leave(1)
             return 1
 
     app.run(guarded, argv=argv)

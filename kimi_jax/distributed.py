@@ -127,7 +127,7 @@ def gather[T](value: T) -> list[T]:
 
 
 def on_leader[T](name: str, decide: Callable[[], T], *, timeout: float) -> T:
-    """`decide()` of the leader, in every process; a UserError of it, too.
+    """`decide()` of the leader, in every process; what it fails with, too.
 
     Args:
       name: of what is decided, for messages; the same in every process.
@@ -135,7 +135,8 @@ def on_leader[T](name: str, decide: Callable[[], T], *, timeout: float) -> T:
       timeout: seconds that the others wait for it.
 
     Raises:
-      UserError: `decide` raised it, or took longer than `timeout`.
+      UserError: `decide` raised it or met a file that it cannot use, or took longer
+        than `timeout`.
     """
     if jax.process_count() == 1:
         return decide()
@@ -143,8 +144,8 @@ def on_leader[T](name: str, decide: Callable[[], T], *, timeout: float) -> T:
     if is_leader():
         try:
             answer = {"value": decide()}
-        except UserError as error:
-            answer = {"error": str(error)}
+        except (UserError, OSError) as error:
+            answer = {"error": _in_words(error)}
     barrier(name, timeout)
     answer = broadcast(answer)
     if "error" in answer:
@@ -153,21 +154,22 @@ def on_leader[T](name: str, decide: Callable[[], T], *, timeout: float) -> T:
 
 
 def on_all[T](name: str, act: Callable[[], T]) -> T:
-    """`act()` in every process; if one of them raises a UserError, all do.
+    """`act()` in every process; if it fails in one of them, it does in all.
 
     Args:
       name: of what is done, for messages; the same in every process.
 
     Raises:
-      UserError: `act` raised it here or elsewhere; the message names the processes.
+      UserError: `act` raised it or met a file that it cannot use, here or elsewhere;
+        the message names the processes.
     """
     if jax.process_count() == 1:
         return act()
     result, problem = None, None
     try:
         result = act()
-    except UserError as error:
-        problem = str(error)
+    except (UserError, OSError) as error:
+        problem = _in_words(error)
     problems = gather(problem)
     failed = [number for number, text in enumerate(problems) if text is not None]
     if failed:
@@ -240,6 +242,12 @@ def barrier(name: str, timeout: float) -> None:
             f"not all processes came to {name!r} within {timeout:g} s: see the logs "
             f"of the others, one may have failed ({str(error).splitlines()[0]})"
         ) from error
+
+
+def _in_words(error: UserError | OSError) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _missing(place: clusters.Place, timeout: int, what: str) -> str:

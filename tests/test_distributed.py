@@ -17,17 +17,20 @@ from tests import tiny
 from tests.ports import free_port
 
 PROGRAM = """
+import os
+import pathlib
 import signal
 import sys
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from rich.console import Console
 from kimi_jax import distributed
 from kimi_jax.errors import UserError
-from kimi_jax.train import batch
+from kimi_jax.train import batch, loop, workdir
 from tests import tiny
 
-port, process = sys.argv[1:]
+port, process, scratch = sys.argv[1:]
 asked = {"coordinator": f"localhost:{port}", "processes": 2, "process": process}
 cluster = tiny.make(*(f"cluster.{k}={v}" for k, v in asked.items())).cluster
 heard = []
@@ -53,6 +56,50 @@ try:
     distributed.on_leader("refuse", refuse, timeout=60)
 except UserError as error:
     assert str(error) == "process 0 refuses"
+
+
+def lose():
+    raise OSError(28, "No space left on device", f"file of {place.process}")
+
+for ask, words in (
+    (lambda: distributed.on_leader("lose", lose, timeout=60), "file of 0: No space"),
+    (lambda: distributed.on_all("reading", lose), "reading failed in 2 of 2 processes"),
+):
+    try:
+        ask()
+        raise AssertionError("not refused")
+    except UserError as error:
+        assert words in str(error), error
+
+# A run that the processes cannot do together.
+folder = pathlib.Path(scratch)
+own = str(place.process)
+(folder / own).mkdir()
+(folder / own / "other").write_text("abcd efgh " * (200 + place.process))
+(folder / own / "same").write_text("abcd efgh " * 200)
+os.chdir(folder / own)  # the file of that name on this host
+
+def prepare(sources, name):
+    cfg = tiny.make(f"data.sources={sources}")
+    if name.startswith("own"):
+        workdir.claim(folder / name, cfg)  # each host has a run there by itself
+    return loop._prepare(cfg, folder / name, Console(quiet=True))
+
+for sources, name, words in (
+    ("same", f"run_{own}", "run_1 is not the folder that process 0 writes; name one on"),
+    ("other", f"own_{own}", "the text differs from that of process 0: "),
+    ("missing", "run", "missing"),
+):
+    try:
+        prepare(sources, name)
+        raise AssertionError("not refused")
+    except UserError as error:
+        assert words in str(error), error
+        if words != "missing":
+            assert "reading the text failed in 1 of 2 processes; in process 1" in str(
+                error
+            )
+assert not prepare("same", "both")[1]
 
 first = distributed.largest(0 if leader else 15)
 second = distributed.largest(2 if leader else 0)
@@ -98,8 +145,10 @@ print("done")
 """
 
 
-def processes(program: str, count: int, devices: int) -> list[subprocess.Popen[str]]:
-    """`count` of them, with the port and their number as arguments."""
+def processes(
+    program: str, count: int, devices: int, scratch: pathlib.Path
+) -> list[subprocess.Popen[str]]:
+    """`count` of them; arguments: the port, their number, a folder that they share."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -109,7 +158,14 @@ def processes(program: str, count: int, devices: int) -> list[subprocess.Popen[s
     port = str(free_port())
     return [
         subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(program), port, str(process)],
+            [
+                sys.executable,
+                "-c",
+                textwrap.dedent(program),
+                port,
+                str(process),
+                scratch,
+            ],
             cwd=pathlib.Path(__file__).parents[1],
             env=environment,
             stdout=subprocess.PIPE,
@@ -120,8 +176,8 @@ def processes(program: str, count: int, devices: int) -> list[subprocess.Popen[s
     ]
 
 
-def test_two_processes_start_agree_and_end():
-    running = processes(PROGRAM, 2, 4)
+def test_two_processes_start_agree_and_end(tmp_path):
+    running = processes(PROGRAM, 2, 4, tmp_path)
     for process, one in enumerate(running):
         out, err = one.communicate(timeout=120)
         assert one.returncode == 0 and out.endswith("done\n"), err
