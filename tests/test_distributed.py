@@ -86,7 +86,7 @@ def prepare(sources, name):
     return loop._prepare(cfg, folder / name, Console(quiet=True))
 
 for sources, name, words in (
-    ("same", f"run_{own}", "run_1 is not the folder that process 0 writes; name one on"),
+    ("same", f"run_{own}", "run_1 is not the folder that process 0 writes; name"),
     ("other", f"own_{own}", "the text differs from that of process 0: "),
     ("missing", "run", "missing"),
 ):

@@ -104,6 +104,22 @@ def test_a_config_that_cannot_be_loaded(arguments, words):
     assert "Traceback" not in done.stderr
 
 
+def test_a_file_that_cannot_be_used_ends_all_processes(tmp_path):
+    """One that just returned would wait in JAX's exit for the others."""
+    file = tmp_path / "missing"
+    program = f"""
+from experiments import cli
+from kimi_jax import distributed
+distributed.leave = lambda code: print("left with", code)
+cli.run(lambda _: open({str(file)!r}).close())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and done.stdout == "left with 1\n"
+    assert done.stderr == f"error: {file}: No such file or directory\n"
+
+
 def test_flags_that_a_run_needs():
     done = command("experiments.train")
     assert done.returncode == 1 and "--config" in done.stderr

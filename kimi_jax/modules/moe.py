@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from kimi_jax import config, sharding
 from kimi_jax.modules import islands, parameters
 from kimi_jax.modules.mlp import MLP, activation
 from kimi_jax.ops import balancing
+from kimi_jax.ops import dispatch as dispatch_lib
 from kimi_jax.ops.dispatch import Options, dispatch
 from kimi_jax.ops.norms import rms_norm
 from kimi_jax.ops.routing import (
@@ -195,6 +197,26 @@ def _route(
         return route_threshold(scores_NE, bias_E, cap=cap, scale=scale, mask_N=mask_N)
     active = moe.num_active
     return route_top_k(scores_NE, bias_E, active=active, scale=scale, mask_N=mask_N)
+
+
+def choose(moe: config.MoE, tokens: int) -> tuple[str, str]:
+    """How a device multiplies by its experts, and why.
+
+    Under the mesh that is set (`jax.set_mesh`), as for the layer itself.
+
+    Args:
+      tokens: of a micro-batch, over all devices.
+    """
+    mesh = sharding.context_mesh()
+    sizes: Mapping[str, int] = {} if mesh is None else mesh.shape
+    devices, owners = (
+        math.prod(sizes.get(axis, 1) for axis in axes)
+        for axes in (sharding.TOKENS, sharding.EXPERTS)
+    )
+    threshold = moe.balancing.method == "quantile_threshold"
+    active = moe.balancing.threshold_cap if threshold else moe.num_active
+    slots = tokens * active // devices
+    return dispatch_lib.choose(_options(moe, infer=False), slots, moe.num_experts // owners)
 
 
 def _options(moe: config.MoE, infer: bool) -> Options:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 
 import jax
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from kimi_jax import accounting, config, flops, hardware, layout, sharding
 from kimi_jax.data import loader, statistics
+from kimi_jax.modules.moe import choose as choose_experts
 from kimi_jax.monitor.console import print_first_screen
 from kimi_jax.monitor.tensorboard import tensorboard_available
 from pallas_kernels.kda import choose_implementation
@@ -88,6 +90,24 @@ def flops_rows(model: config.Model, seq_len: int) -> list[tuple[str, str, str, s
     return [*rows, ("all", f"{total / flops.TRAINING:.4g}", f"{total:.4g}", "100.0%")]
 
 
+def expert_rows(cfg: config.Config, mesh: jax.sharding.Mesh) -> list[tuple[str, str]]:
+    """What multiplies the experts, and why; how tokens are routed and travel."""
+    moe, train = cfg.model.moe, cfg.train
+    if "moe" not in config.ffn_kinds(cfg.model):
+        return []
+    tokens = train.batch_size // train.micro_batches * train.seq_len
+    with jax.set_mesh(mesh):
+        name, why = choose_experts(moe, tokens)
+    sent = ""
+    if math.prod(mesh.shape[axis] for axis in sharding.EXPERTS) > 1:
+        sent = f"; sent by {moe.dispatch}, with room for {moe.capacity_factor:g} times "
+        sent += "an even load"
+    return [
+        ("experts", f"{name}: {why}"),
+        ("routing", f"balanced by {moe.balancing.method}{sent}"),
+    ]
+
+
 def _run_rows(
     cfg: config.Config, mesh: jax.sharding.Mesh, folder: pathlib.Path, first: int
 ) -> list[tuple[str, str]]:
@@ -100,11 +120,7 @@ def _run_rows(
         ("model", layer_row(cfg.model)),
         ("mesh", f"{sharding.describe(mesh)} ({device.device_kind})"),
         ("kda kernel", f"{kernel}: {why}"),
-        (
-            "experts",
-            f"{cfg.model.moe.implementation or 'fastest'}, "
-            f"{cfg.model.moe.balancing.method}",
-        ),
+        *expert_rows(cfg, mesh),
         ("tokens", f"{tokens:,} in {train.steps:,} steps"),
         ("FLOPs", flops_row(cfg, device.device_kind)),
         ("start", f"resumed after step {first:,}" if first else "fresh"),
