@@ -81,7 +81,8 @@ def get_config(arg=""):
         batch_size=rows,
         seq_len=length,
         micro_batches=micro_batches,
-        remat="nested",
+        remat="unit",
+        loss_chunk=2**21,  # 4,096 tokens on a device
     )
     config.mesh.update(mesh)
     if options["vision"]:

@@ -32,13 +32,12 @@ def main(overrides: list[str]) -> int:
     mesh = sharding.make_mesh(config, topology.devices(name))
     device = mesh.devices.flat[0].device_kind
     console.print(
-        f"{config.name} on {sharding.describe(mesh)}: {mesh.size:,} x {device}; "
-        "compiling ..."
+        f"{config.name} on {sharding.describe(mesh)}: {mesh.size:,} x {device}; tracing"
     )
     made: plan.Plan | infer_plan.Plan
     advice: list[str] = []
     if flags.FLAGS.program == "train":
-        made = plan.make_plan(config, mesh)
+        made = plan.make_plan(config, mesh, console.print)
         tables, values = plan.rows(config, made), plan.to_json(made)
         advice = plan.advice(config, made)
     else:

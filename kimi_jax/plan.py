@@ -8,9 +8,11 @@ from `kimi_jax.flops`, because XLA counts the body of a loop once.
 from __future__ import annotations
 
 import math
+import re
 import resource
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +25,10 @@ from kimi_jax.train.step import State, make_transform
 
 # Forward, backward (twice the forward), and what remat makes the forward repeat.
 _PASSES = {"none": 3, "unit": 4, "block": 4, "nested": 5}
+
+
+# The TPU compiler's words: all that a device needs, and what it has.
+_REFUSED = re.compile(r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)")
 
 
 class Share(NamedTuple):
@@ -75,36 +81,39 @@ class Plan(NamedTuple):
     mesh: dict[str, int]
     shares: list[Share]
     memory: Memory
-    collectives: dict[str, hlo.Collective]
+    collectives: dict[str, hlo.Collective] | None  # None: the compiler gave up
     flops: float  # of the model, for one step on all devices
-    roofline: Roofline | None  # None: the device is not in the hardware table
+    roofline: Roofline | None  # None: no collectives, or not in the hardware table
     utilisation: float | None  # model FLOPs, at the roofline's time, of the peak
     lower_seconds: float
     compile_seconds: float
     host_memory: int  # largest that the process ever was, in bytes
 
 
-def make_plan(cfg: Config, mesh: Mesh) -> Plan:
-    """Compile the train step of `cfg` for `mesh`; nothing is allocated on a device."""
+def make_plan(
+    cfg: Config, mesh: Mesh, say: Callable[[str], None] = lambda line: None
+) -> Plan:
+    """Compile the train step of `cfg` for `mesh`; nothing is allocated on a device.
+
+    Args:
+      say: is told what begins; compiling a large model takes minutes.
+    """
     started = time.monotonic()
     transform = make_transform(cfg)
     state = state_shape(cfg, mesh, transform)
     lowered = lower_train_step(cfg, mesh, transform, state)
     lowered_at = time.monotonic()
-    compiled = lowered.compile()
-    done = time.monotonic()
+    say(f"traced in {lowered_at - started:.0f} s; compiling for {mesh.size:,} devices")
+    kept = shares(cfg, state)
     device = mesh.devices.flat[0]
     row = hardware.look_up(device.device_kind)
-    memory = memory_of(compiled, row)
-    traffic = hlo.collective_bytes(compiled.as_text())
+    memory, traffic = _compile(lowered, kept, row)
+    done = time.monotonic()
     total = flops.step_flops(cfg)
-    kept = shares(cfg, state)
-    roofline = None
-    if row is not None:
+    roofline = utilisation = None
+    if row is not None and traffic is not None:
         moved = _state_and_weight_bytes(cfg, mesh, state, kept)
         roofline = _roofline(cfg, mesh, row, traffic, total, moved)
-    utilisation = None
-    if row is not None and roofline is not None:
         utilisation = total / (roofline.seconds * row.flops * mesh.size)
     return Plan(
         mesh.size,
@@ -122,6 +131,22 @@ def make_plan(cfg: Config, mesh: Mesh) -> Plan:
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         * (1 if sys.platform == "darwin" else 1024),
     )
+
+
+def _compile(
+    lowered: Any, kept: list[Share], row: hardware.Device | None
+) -> tuple[Memory, dict[str, hlo.Collective] | None]:
+    """Memory and collectives; None for these if the compiler says it cannot fit."""
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        refused = _REFUSED.search(str(error))
+        if refused is None:
+            raise
+        used, limit = (int(float(n) * 2**30) for n in refused.groups())
+        arguments = sum(share.parameters + share.optimizer for share in kept)
+        return Memory(arguments, used - arguments, 0, 0, limit), None
+    return memory_of(compiled, row), hlo.collective_bytes(compiled.as_text())
 
 
 def memory_of(compiled: Any, row: hardware.Device | None) -> Memory:
@@ -236,7 +261,7 @@ def rows(cfg: Config, plan: Plan) -> list[tuple[str, list[tuple[Any, ...]]]]:
     return [
         ("kept on a device between steps", kept),
         ("memory of a device", memory_rows(plan.memory, "state and batch")),
-        ("collectives", collective_rows(plan.collectives)),
+        ("collectives", collective_rows(plan.collectives or {})),
         ("time", _time_rows(cfg, plan)),
     ]
 
@@ -272,7 +297,7 @@ def _time_rows(cfg: Config, plan: Plan) -> list[tuple[str, str]]:
         (
             "compiled in",
             f"{plan.lower_seconds:.0f} s + {plan.compile_seconds:.0f} s, "
-            f"with {_size(plan.host_memory)} of memory",
+            f"with {size_text(plan.host_memory)} of memory",
         ),
     ]
     line = plan.roofline
@@ -299,7 +324,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "used": plan.memory.used,
         "fits": plan.memory.fits,
     }
-    values["collectives"] = {k: t._asdict() for k, t in plan.collectives.items()}
+    if plan.collectives is not None:
+        values["collectives"] = {k: t._asdict() for k, t in plan.collectives.items()}
     if plan.roofline is not None:
         values["roofline"] = plan.roofline._asdict() | {
             "seconds": plan.roofline.seconds,

@@ -216,7 +216,9 @@ def choose(moe: config.MoE, tokens: int) -> tuple[str, str]:
     threshold = moe.balancing.method == "quantile_threshold"
     active = moe.balancing.threshold_cap if threshold else moe.num_active
     slots = tokens * active // devices
-    return dispatch_lib.choose(_options(moe, infer=False), slots, moe.num_experts // owners)
+    return dispatch_lib.choose(
+        _options(moe, infer=False), slots, moe.num_experts // owners
+    )
 
 
 def _options(moe: config.MoE, infer: bool) -> Options:

@@ -3,16 +3,18 @@
 from kimi_jax import hardware, plan, sharding, topology
 from tests import tiny
 
+QUICK = (
+    "model.num_layers=2",
+    "model.attention=gqa",
+    "model.residual.kind=none",
+    "optimizer.kind=adamw",
+    "mesh.fsdp=2",
+    "mesh.expert=2",
+)
+
 
 def test_a_plan_for_a_slice_that_is_not_here():
-    cfg = tiny.make(
-        "model.num_layers=2",
-        "model.attention=gqa",
-        "model.residual.kind=none",
-        "optimizer.kind=adamw",
-        "mesh.fsdp=2",
-        "mesh.expert=2",
-    )
+    cfg = tiny.make(*QUICK)
     mesh = sharding.make_mesh(cfg, topology.devices("v5e:2x2"))
     found = plan.make_plan(cfg, mesh)
     assert found.device_kind == "TPU v5 lite" and found.devices == 4
@@ -20,3 +22,15 @@ def test_a_plan_for_a_slice_that_is_not_here():
     assert found.memory.fits is True
     assert found.roofline is not None and 0 < found.utilisation < 1
     assert "all-to-all" in found.collectives
+
+
+def test_what_the_compiler_refuses_is_a_plan_with_advice():
+    cfg = tiny.make(*QUICK, "train.batch_size=4096", "train.seq_len=8192")
+    mesh = sharding.make_mesh(cfg, topology.devices("v5e:2x2"))
+    found = plan.make_plan(cfg, mesh)
+    assert found.memory.fits is False and found.collectives is None
+    # The compiler keeps a little for itself.
+    assert 15 * 2**30 < found.memory.limit < hardware.TPU_V5E.memory
+    assert "--config.train.micro_batches=1024" in plan.advice(cfg, found)[0]
+    assert "DOES NOT FIT" in str(plan.rows(cfg, found))
+    assert plan.to_json(found)["collectives"] is None
