@@ -63,7 +63,9 @@ class Embedding(nn.Module):
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         shape = (self.model.vocab_size, self.model.width)
         std, dtype = self.model.init_std, self.model.dtype
-        return parameters.matrix(self, "embed", shape, std, dtype)[tokens_BT]
+        embed_WD = parameters.matrix(self, "embed", shape, std, dtype)
+        # Whole rows: with rows in parts, XLA would send all tokens to every device.
+        return sharding.constrain(embed_WD, "vocab", None)[tokens_BT]
 
 
 class Output(nn.Module):
@@ -82,6 +84,8 @@ class Output(nn.Module):
         unembed_DW = parameters.matrix(
             self, "unembed", shape, model.init_std, model.dtype
         )
+        # Gathered once, and not again for every chunk of the loss.
+        unembed_DW = sharding.constrain(unembed_DW, None, "vocab")
         return rms_norm(h_BTD, gain_D, model.norm_eps), unembed_DW
 
 
