@@ -47,7 +47,7 @@ def test_all_problems_are_reported_at_once():
         ("model.width=0", "must be at least 1"),
         (
             "mesh.data=3",
-            "data=3 * fsdp=1 * expert=1 does not divide train.batch_size / micro",
+            "data=3 does not divide train.batch_size / micro",
         ),
         ("mesh.tensor=3", "tensor=3 does not divide model.kda.num_heads = 2; try "),
         ("mesh.tensor=0", "a number of devices, or -1 for the rest"),

@@ -15,16 +15,6 @@ from kimi_jax.train.program import state_shape
 from kimi_jax.train.step import init_state, make_transform
 from tests import tiny
 
-# Attention and optimizer that compile fast; experts, for they are most of K3.
-QUICK = (
-    "model.num_layers=2",
-    "model.attention=gqa",
-    "model.residual.kind=none",
-    "optimizer.kind=adamw",
-    "mesh.fsdp=2",
-    "mesh.expert=2",
-)
-
 
 class Watched:
     """A lowered step that keeps what it compiled to."""
@@ -40,7 +30,7 @@ class Watched:
 @pytest.fixture(scope="module")
 def made():
     """(config, mesh, plan, the compiled step) on four CPU devices."""
-    cfg = tiny.make(*QUICK)
+    cfg = tiny.make(*tiny.QUICK)
     mesh = sharding.make_mesh(cfg)
     lower, seen = plan.lower_train_step, []
 
@@ -77,7 +67,7 @@ def test_memory_is_what_the_compiler_says(made):
 def test_a_device_reads_the_weights_of_its_own_experts():
     """Experts are split over two mesh axes; fsdp is undone before weights are used."""
     more = ("mesh.context=2", "train.micro_batches=2", "train.batch_size=8")
-    cfg = tiny.make(*QUICK, *more)
+    cfg = tiny.make(*tiny.QUICK, *more)
     mesh = sharding.make_mesh(cfg)
     state = state_shape(cfg, mesh, make_transform(cfg))
     want = sum(

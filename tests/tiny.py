@@ -12,6 +12,17 @@ from kimi_jax.config import Config, Model
 from kimi_jax.modules import transformer
 
 
+# Attention and optimizer that compile fast; experts, for they are most of K3.
+QUICK = (
+    "model.num_layers=2",
+    "model.attention=gqa",
+    "model.residual.kind=none",
+    "optimizer.kind=adamw",
+    "mesh.fsdp=2",
+    "mesh.expert=2",
+)
+
+
 def values():
     """Plain values: 6 layers, 2 experts of 4, 2 residual blocks."""
     config = common.base()

@@ -3,18 +3,9 @@
 from kimi_jax import hardware, plan, sharding, topology
 from tests import tiny
 
-QUICK = (
-    "model.num_layers=2",
-    "model.attention=gqa",
-    "model.residual.kind=none",
-    "optimizer.kind=adamw",
-    "mesh.fsdp=2",
-    "mesh.expert=2",
-)
-
 
 def test_a_plan_for_a_slice_that_is_not_here():
-    cfg = tiny.make(*QUICK)
+    cfg = tiny.make(*tiny.QUICK)
     mesh = sharding.make_mesh(cfg, topology.devices("v5e:2x2"))
     found = plan.make_plan(cfg, mesh)
     assert found.device_kind == "TPU v5 lite" and found.devices == 4
@@ -25,7 +16,7 @@ def test_a_plan_for_a_slice_that_is_not_here():
 
 
 def test_what_the_compiler_refuses_is_a_plan_with_advice():
-    cfg = tiny.make(*QUICK, "train.batch_size=4096", "train.seq_len=8192")
+    cfg = tiny.make(*tiny.QUICK, "train.batch_size=4096", "train.seq_len=8192")
     mesh = sharding.make_mesh(cfg, topology.devices("v5e:2x2"))
     found = plan.make_plan(cfg, mesh)
     assert found.memory.fits is False and found.collectives is None
