@@ -11,7 +11,6 @@ from kimi_jax import canonical, config_io
 from kimi_jax.config import Config, Model
 from kimi_jax.modules import transformer
 
-
 # Attention and optimizer that compile fast; experts, for they are most of K3.
 QUICK = (
     "model.num_layers=2",
