@@ -29,18 +29,13 @@ def get_config(arg=""):
     options = common.parse_arg(arg, length=8192, layers=93, vision=0)
     length, layers = options["length"], options["layers"]
     if length not in STAGES:
-        raise ValueError(
-            f"length={length}: choose one of {', '.join(map(str, STAGES))}"
-        )
+        raise ValueError(f"length={length}: choose one of {list(STAGES)}")
     if not 1 <= layers <= 93:
         raise ValueError(f"layers={layers}: K3 has 93; choose 1 to 93")
     rows, micro_batches, mesh = STAGES[length]
     config = common.base()
-    config.name = "_".join(
-        ["k3"]
-        + [f"{length}"] * (length != 8192)
-        + [f"{layers}_layers"] * (layers != 93)
-    )
+    config.name = "k3" if length == 8192 else f"k3_{length}"
+    config.name += "" if layers == 93 else f"_{layers}_layers"
     model = config.model
     model.vocab_size = 163840
     model.width = 7168
