@@ -1,0 +1,101 @@
+"""From raw inputs, as a kernel's blocks hold them, to the rows of stacks, and back."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kda.gates import Options, gate, l2norm, write_strength
+from pallas_kernels.kda.tpu import heads
+from pallas_kernels.kda.tpu.chunk import Rows
+from pallas_kernels.kda.tpu.stacks import Masks, Spec, select
+
+Array = jax.Array
+
+
+class Raw(NamedTuple):
+    """Raw q, k, g [N,R,K], and slope and bias of the gate [N,R,K] or scalars."""
+
+    q: Array
+    k: Array
+    g: Array
+    slope: Array
+    bias: Array
+
+
+def prepare(options: Options, raw: Raw) -> tuple[Array, Array, Array]:
+    """Norms, scale and gate, as in `gates.prepare`."""
+    q, k, g, slope, bias = raw
+    if options.use_qk_l2norm:
+        q, k = l2norm(q), l2norm(k)
+    if options.use_gate_in_kernel:
+        g = gate(g + bias, slope, options.lower_bound)
+    return q * options.scale, k, g
+
+
+def stack(spec: Spec, found: list[Array]) -> Array:
+    """Heads [C,D] -> stacks [N,R,D]."""
+    stacks = range(0, len(found), spec.G)
+    return jnp.stack([jnp.concatenate(found[at : at + spec.G]) for at in stacks])
+
+
+def unstack(spec: Spec, x: Array) -> list[Array]:
+    """Stacks [N,R,D] -> heads [C,D]."""
+    starts = range(0, spec.R, spec.C)
+    return [rows[at : at + spec.C] for rows in x for at in starts]
+
+
+def read(refs: dict[str, Any], spec: Spec, masks: Masks, name: str) -> Array:
+    """A block [1,C,HB,D] as stacks, 0 for padding."""
+    return select(masks.real, stack(spec, heads.load(refs[name], spec.words)))
+
+
+def read_raw(refs: dict[str, Any], spec: Spec, masks: Masks) -> Raw:
+    q, k, g = (read(refs, spec, masks, name) for name in "qkg")
+    if "gate" not in refs:
+        return Raw(q, k, g, jnp.ones(()), jnp.zeros(()))
+    shape, count = (spec.C, q.shape[-1]), spec.G * q.shape[0]
+    slope, bias = (
+        stack(
+            spec,
+            [
+                jnp.broadcast_to(refs["gate"][row, h : h + 1], shape)
+                for h in range(count)
+            ],
+        )
+        for row in (0, 1)
+    )
+    return Raw(q, k, g, slope, bias)
+
+
+def read_strength(refs: dict[str, Any], spec: Spec, masks: Masks, options) -> Array:
+    """beta as columns of stacks, [N,R,1]."""
+    b_CH = jnp.transpose(write_strength(refs["beta"][0, 0], options))
+    columns = [b_CH[:, h : h + 1] for h in range(b_CH.shape[1])]
+    return select(masks.real, stack(spec, columns))
+
+
+def make_rows(refs, spec: Spec, masks: Masks, prepared, options) -> Rows:
+    q, k, g = prepared
+    return Rows(
+        q,
+        k,
+        select(masks.real, g),
+        read(refs, spec, masks, "v"),
+        read_strength(refs, spec, masks, options),
+    )
+
+
+def read_states(ref: Any, spec: Spec) -> list[Array]:
+    """States [HB,V,K], as a list over the heads of a stack of [N,V,K] in float32."""
+    found = range(ref.shape[0])
+    return [
+        jnp.stack([ref[h].astype(jnp.float32) for h in found[g :: spec.G]])
+        for g in range(spec.G)
+    ]
+
+
+def write_states(ref: Any, spec: Spec, states: list[Array]) -> None:
+    for g, of_stacks in enumerate(states):
+        for n, state in enumerate(of_stacks):
+            ref[n * spec.G + g] = state
