@@ -36,16 +36,17 @@ def backward_kernel(
     dstate = scratch["dstate"]
     load_state(dstate, refs["ds_in"])
     masks = make_masks(spec, refs["codes"][0, 0] if spec.packed else None)
-    raw = read_raw(refs, spec, masks)
+    which = range(dstate.shape[0])
+    raw = read_raw(refs, spec, masks, which)
     prepared, to_raw = jax.vjp(partial(prepare, options), raw)
-    rows = make_rows(refs, spec, masks, prepared, options)
+    rows = make_rows(refs, spec, masks, which, prepared, options)
     drows, before = chunk.backward(
         spec,
         masks,
         rows,
         read_states(refs["states"].at[0, 0], spec),
         _block_diagonal(spec, masks, refs["a"][0, 0]),
-        read(refs, spec, masks, "do"),
+        read(refs, spec, masks, which, "do"),
         read_states(dstate, spec),
     )
     write_states(dstate, spec, before)

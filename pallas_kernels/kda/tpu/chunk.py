@@ -60,16 +60,32 @@ class Outer(NamedTuple):
     gam: list[Array]
 
 
-def forward(
-    spec: Spec, masks: Masks, rows: Rows, states: list[Array]
-) -> tuple[Array, list[Array], Array]:
-    """Returns O [N,R,V], the states after the chunk, and A [N,R,R]."""
+class Local(NamedTuple):
+    """What a chunk needs before its state is known."""
+
+    outer: Outer
+    m: Array
+    p: Array
+    written: Array
+
+
+def local(spec: Spec, masks: Masks, rows: Rows) -> Local:
     factors = make_factors(spec, masks, LOG2E * rows.g)
     outer = _outer(spec, masks, rows, factors)
     m, p = _pairs(spec, masks, rows, factors)
-    a = unit_lower_inverse(spec, masks, rows.b * m)
-    x = _written(spec, rows, outer, states, a)
-    o = _times_states(spec, outer.qp, states, "nt") + dot(spec, p, x)
+    return Local(outer, rows.b * m, p, rows.b * rows.v)
+
+
+def forward(
+    spec: Spec, masks: Masks, parts: Local, states: list[Array]
+) -> tuple[Array, list[Array], Array]:
+    """Returns O [N,R,V], the states after the chunk, and A [N,R,R]."""
+    outer, lower, p, written = parts
+    recalled = _times_states(spec, outer.kb, states, "nt")
+    read = _times_states(spec, outer.qp, states, "nt")
+    a = unit_lower_inverse(spec, masks, lower)
+    x = dot(spec, a, written - recalled)
+    o = read + dot(spec, p, x)
     heads = zip(
         states, outer.gam, by_head(spec, x), by_head(spec, outer.kr), strict=True
     )

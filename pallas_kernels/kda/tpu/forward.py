@@ -6,6 +6,7 @@ on-chip memory from the first chunk to the last.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -29,13 +30,18 @@ def forward_kernel(
 ) -> None:
     """Outputs of one chunk; also A and the states before it, where asked for."""
     state = scratch["state"]
-    load_state(state, refs.get("s_in"))
+    load_state(state, refs["s_in"])
     if "states" in outputs:
         outputs["states"][0, 0] = state[...].astype(outputs["states"].dtype)
     masks = make_masks(spec, refs["codes"][0, 0] if spec.packed else None)
-    prepared = prepare(options, read_raw(refs, spec, masks))
-    rows = make_rows(refs, spec, masks, prepared, options)
-    o, states, a = chunk.forward(spec, masks, rows, read_states(state, spec))
+    found = []
+    for at in range(0, state.shape[0], spec.G):
+        which = range(at, at + spec.G)
+        prepared = prepare(options, read_raw(refs, spec, masks, which))
+        rows = make_rows(refs, spec, masks, which, prepared, options)
+        found.append(chunk.local(spec, masks, rows))
+    parts = jax.tree.map(lambda *x: jnp.concatenate(x), *found)
+    o, states, a = chunk.forward(spec, masks, parts, read_states(state, spec))
     write_states(state, spec, states)
     heads.store(outputs["o"], unstack(spec, o), spec.words)
     if "a" in outputs:
@@ -45,12 +51,13 @@ def forward_kernel(
 
 
 def load_state(state: Any, source: Any) -> None:
-    """In the first step: [HB,V,K] from [1,HB,K,V], or zeros."""
+    """In the first step: [HB,V,K] from [1,HB,K,V]."""
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
-        for h in range(state.shape[0]):
-            state[h] = jnp.zeros(state.shape[1:]) if source is None else source[0, h].T
+        @pl.loop(0, state.shape[0])
+        def _(h: Any) -> None:
+            state[h] = source[0, h].T
 
 
 def store_state(target: Any, state: Any) -> None:
@@ -58,5 +65,6 @@ def store_state(target: Any, state: Any) -> None:
 
     @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
     def _() -> None:
-        for h in range(state.shape[0]):
+        @pl.loop(0, state.shape[0])
+        def _(h: Any) -> None:
             target[0, h] = state[h].T

@@ -16,17 +16,18 @@ Array = jax.Array
 _HIGH = 0xFFFF0000
 
 
-def load(ref: Any, words: bool) -> list[Array]:
-    """All heads of a block, [C,D] each, in float32."""
+def load(ref: Any, which: range, words: bool) -> list[Array]:
+    """Some heads of a block, [C,D] each, in float32; pairs, if heads are even."""
     heads = ref.shape[2]
     if not words or ref.dtype != jnp.bfloat16 or heads % 2:
-        return [ref[0, :, h, :].astype(jnp.float32) for h in range(heads)]
+        return [ref[0, :, h, :].astype(jnp.float32) for h in which]
     words, found = _words(ref), []
-    for pair in range(heads // 2):
+    for pair in sorted({h // 2 for h in which}):
         word = words[pl.ds(pair, ref.shape[1], heads // 2), :]
         for bits in (word << 16, word & jnp.uint32(_HIGH)):
             found.append(jax.lax.bitcast_convert_type(bits, jnp.float32))
-    return found
+    first = which[0] % 2
+    return found[first : first + len(which)]
 
 
 def store(ref: Any, heads: list[Array], words: bool) -> None:

@@ -45,22 +45,24 @@ def unstack(spec: Spec, x: Array) -> list[Array]:
     return [rows[at : at + spec.C] for rows in x for at in starts]
 
 
-def read(refs: dict[str, Any], spec: Spec, masks: Masks, name: str) -> Array:
+def read(
+    refs: dict[str, Any], spec: Spec, masks: Masks, which: range, name: str
+) -> Array:
     """A block [1,C,HB,D] as stacks, 0 for padding."""
-    return select(masks.real, stack(spec, heads.load(refs[name], spec.words)))
+    return select(masks.real, stack(spec, heads.load(refs[name], which, spec.words)))
 
 
-def read_raw(refs: dict[str, Any], spec: Spec, masks: Masks) -> Raw:
-    q, k, g = (read(refs, spec, masks, name) for name in "qkg")
+def read_raw(refs: dict[str, Any], spec: Spec, masks: Masks, which: range) -> Raw:
+    q, k, g = (read(refs, spec, masks, which, name) for name in "qkg")
     if "gate" not in refs:
         return Raw(q, k, g, jnp.ones(()), jnp.zeros(()))
-    shape, count = (spec.C, q.shape[-1]), spec.G * q.shape[0]
+    shape = spec.C, q.shape[-1]
     slope, bias = (
         stack(
             spec,
             [
                 jnp.broadcast_to(refs["gate"][row, h : h + 1], shape)
-                for h in range(count)
+                for h in which
             ],
         )
         for row in (0, 1)
@@ -68,21 +70,21 @@ def read_raw(refs: dict[str, Any], spec: Spec, masks: Masks) -> Raw:
     return Raw(q, k, g, slope, bias)
 
 
-def read_strength(refs: dict[str, Any], spec: Spec, masks: Masks, options) -> Array:
+def read_strength(refs, spec: Spec, masks: Masks, which: range, options) -> Array:
     """beta as columns of stacks, [N,R,1]."""
     b_CH = jnp.transpose(write_strength(refs["beta"][0, 0], options))
-    columns = [b_CH[:, h : h + 1] for h in range(b_CH.shape[1])]
+    columns = [b_CH[:, h : h + 1] for h in which]
     return select(masks.real, stack(spec, columns))
 
 
-def make_rows(refs, spec: Spec, masks: Masks, prepared, options) -> Rows:
+def make_rows(refs, spec: Spec, masks: Masks, which, prepared, options) -> Rows:
     q, k, g = prepared
     return Rows(
         q,
         k,
         select(masks.real, g),
-        read(refs, spec, masks, "v"),
-        read_strength(refs, spec, masks, options),
+        read(refs, spec, masks, which, "v"),
+        read_strength(refs, spec, masks, which, options),
     )
 
 

@@ -21,6 +21,8 @@ LOG2E = 1.4426950408889634
 WIDE = 32
 SHIFT = 115.0
 UNSHIFT = 2.0**-115
+# Rows that a register holds in bfloat16.
+TILE = 16
 # Far below where exp2 underflows to zero. Keeps -inf out of sums.
 LOWEST = -1.5e3
 
@@ -222,6 +224,27 @@ def unit_lower_inverse(spec: Spec, masks: Masks, lower: Array) -> Array:
     size = 2
     while size < spec.C:
         between = jnp.where(_neighbours(masks, size), lower, 0.0)
-        x = x - dot(spec, x, dot(spec, between, x))
+        if size < TILE:
+            x = x - dot(spec, x, dot(spec, between, x))
+        else:
+            x = _join_neighbours(spec, x, between, size)
         size *= 2
     return x
+
+
+def _join_neighbours(spec: Spec, x: Array, between: Array, size: int) -> Array:
+    """X - X E X, of which only the rows of every second block differ from X."""
+    starts = range(0, spec.R, 2 * size)
+    even = [x[:, at : at + size] for at in starts]
+    odd = jnp.concatenate([x[:, at + size : at + 2 * size] for at in starts], axis=1)
+    between = [between[:, at + size : at + 2 * size] for at in starts]
+    inner = dot(spec, jnp.concatenate(between, axis=1), x)
+    # Rows of odd blocks meet no column of even ones: their rows here may hold anything.
+    inner = jnp.concatenate([y for y in _cut(inner, size) for _ in (0, 1)], axis=1)
+    odd = _cut(odd - dot(spec, odd, inner), size)
+    return jnp.concatenate([y for pair in zip(even, odd, strict=True) for y in pair], 1)
+
+
+def _cut(x: Array, size: int) -> list[Array]:
+    """Blocks of rows."""
+    return [x[:, at : at + size] for at in range(0, x.shape[1], size)]
