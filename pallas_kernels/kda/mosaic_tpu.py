@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.kda.gates import Inputs, Options
+from pallas_kernels.kda.reference import step_gradients
 from pallas_kernels.kda.segments import Runs
 from pallas_kernels.kda.tpu import passes
+from pallas_kernels.kda.tpu.step import step
 
 Array = jax.Array
 
@@ -25,7 +27,7 @@ MOST_HEADS = 16
 
 
 class Residuals(NamedTuple):
-    """What the backward pass needs; states [B,chunks,HV,V,K]; a as the kernel cut it."""
+    """What the backward pass needs; states [B,chunks,HV,V,K]; a as it was cut."""
 
     inputs: Inputs
     runs: Runs | None
@@ -92,7 +94,9 @@ def _differentiate(options, saved, cotangents):
         inputs, runs, states, a = saved
         wide = _with_all_heads(inputs)
         made, dinitial = passes.backward(wide, runs, states, a, do, dstate, options)
-        dq, dk = (_sum_groups(dx, x) for dx, x in zip(made[:2], inputs[:2], strict=True))
+        dq, dk = (
+            _sum_groups(dx, x) for dx, x in zip(made[:2], inputs[:2], strict=True)
+        )
         return made._replace(q=dq, k=dk), dinitial
 
     do_BTHV, dfinal_state = cotangents
@@ -101,6 +105,30 @@ def _differentiate(options, saved, cotangents):
 
 
 kda_mosaic_tpu.defvjp(_save, _differentiate)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def step_mosaic_tpu(
+    inputs: Inputs, state_BHKV: Array, options: Options
+) -> tuple[Array, Array]:
+    """One token, all in one kernel; arguments and results as `step_triton`."""
+
+    @jax.custom_batching.sequential_vmap
+    def run(inputs, state):
+        return tuple(step(_with_all_heads(inputs), state, options))
+
+    return run(inputs, state_BHKV)
+
+
+def _step_save(inputs, state, options):
+    return step_mosaic_tpu(inputs, state, options), (inputs, state)
+
+
+def _step_differentiate(options, saved, cotangents):
+    return step_gradients(*saved, options, cotangents)
+
+
+step_mosaic_tpu.defvjp(_step_save, _step_differentiate)
 
 
 def _forward(inputs, state, runs, options, save):
@@ -113,10 +141,10 @@ def _forward(inputs, state, runs, options, save):
 
 def _with_all_heads(inputs: Inputs) -> Inputs:
     """Repeats q and k for the value heads that share them."""
-    group = inputs.v.shape[2] // inputs.q.shape[2]
+    group = inputs.v.shape[-2] // inputs.q.shape[-2]
     if group == 1:
         return inputs
-    q, k = (jnp.repeat(x, group, axis=2) for x in inputs[:2])
+    q, k = (jnp.repeat(x, group, axis=-2) for x in inputs[:2])
     return inputs._replace(q=q, k=k)
 
 

@@ -61,23 +61,38 @@ class Outer(NamedTuple):
 
 
 class Local(NamedTuple):
-    """What a chunk needs before its state is known."""
+    """What a chunk needs before its state is known; m, p [N,R,R]."""
 
+    factors: Factors
     outer: Outer
     m: Array
     p: Array
-    written: Array
 
 
 def local(spec: Spec, masks: Masks, rows: Rows) -> Local:
     factors = make_factors(spec, masks, LOG2E * rows.g)
-    outer = _outer(spec, masks, rows, factors)
-    m, p = _pairs(spec, masks, rows, factors)
-    return Local(outer, rows.b * m, p, rows.b * rows.v)
+    return Local(
+        factors,
+        _outer(spec, masks, rows, factors),
+        *_pairs(spec, masks, rows, factors),
+    )
+
+
+class Serial(NamedTuple):
+    """What meets the states; lower = beta M; written = beta V [N,R,V]."""
+
+    outer: Outer
+    lower: Array
+    p: Array
+    written: Array
+
+
+def serial(rows: Rows, part: Local) -> Serial:
+    return Serial(part.outer, rows.b * part.m, part.p, rows.b * rows.v)
 
 
 def forward(
-    spec: Spec, masks: Masks, parts: Local, states: list[Array]
+    spec: Spec, masks: Masks, parts: Serial, states: list[Array]
 ) -> tuple[Array, list[Array], Array]:
     """Returns O [N,R,V], the states after the chunk, and A [N,R,R]."""
     outer, lower, p, written = parts
@@ -92,30 +107,30 @@ def forward(
     return o, [gam * s + dot(spec, x, kr, "tn") for s, gam, x, kr in heads], a
 
 
-def backward(
+class Backward(NamedTuple):
+    """X, dO and dR [N,R,V], and the states before and their gradients after a chunk."""
+
+    x: Array
+    do: Array
+    dr: Array
+    states: list[Array]
+    dstates: list[Array]
+
+
+def backward_states(
     spec: Spec,
-    masks: Masks,
-    rows: Rows,
-    states: list[Array],
+    parts: Serial,
     a: Array,
     do: Array,
+    states: list[Array],
     dstates: list[Array],
-) -> tuple[Rows, list[Array]]:
-    """Gradients by the rows, and by the states before the chunk.
-
-    Args:
-      states: before the chunk.
-      a: A of the forward pass.
-      do: gradient by O [N,R,V].
-      dstates: gradients by the states after the chunk.
-    """
-    factors = make_factors(spec, masks, LOG2E * rows.g)
-    outer = _outer(spec, masks, rows, factors)
-    _, p = _pairs(spec, masks, rows, factors)
-    x = _written(spec, rows, outer, states, a)
-    dx = dot(spec, p, do, "tn") + _times_states(spec, outer.kr, dstates, "nt")
+) -> tuple[Backward, list[Array]]:
+    """The serial part; also returns gradients by the states before the chunk."""
+    outer = parts.outer
+    recalled = _times_states(spec, outer.kb, states, "nt")
+    x = dot(spec, a, parts.written - recalled)
+    dx = dot(spec, parts.p, do, "tn") + _times_states(spec, outer.kr, dstates, "nt")
     dr = dot(spec, a, dx, "tn")
-    drows = _row_gradients(spec, masks, rows, factors, states, dstates, x, do, dr)
     heads = zip(
         dstates,
         outer.gam,
@@ -126,22 +141,18 @@ def backward(
         gam * ds + dot(spec, do, qp, "tn") - dot(spec, dr, kb, "tn")
         for ds, gam, do, dr, qp, kb in heads
     ]
-    return drows, before
+    return Backward(x, do, dr, states, dstates), before
 
 
 def _outer(spec: Spec, masks: Masks, rows: Rows, factors: Factors) -> Outer:
     pre = select(masks.enters, factors.pre)
+    last = (x[:, spec.C - 1 :] for x in by_head(spec, factors.pre))
     return Outer(
         rows.b * rows.k * pre,
         rows.q * pre,
         select(masks.leaves, rows.k * factors.post),
-        _state_decay(spec, masks, factors),
+        [select(masks.passes, x) for x in last],
     )
-
-
-def _state_decay(spec: Spec, masks: Masks, factors: Factors) -> list[Array]:
-    last = (x[:, spec.C - 1 :] for x in by_head(spec, factors.pre))
-    return [select(masks.passes, x) for x in last]
 
 
 def _pairs(
@@ -162,14 +173,6 @@ def _pairs(
     return m, p
 
 
-def _written(
-    spec: Spec, rows: Rows, outer: Outer, states: list[Array], a: Array
-) -> Array:
-    """X [N,R,V], the values that the keys are written with."""
-    recalled = _times_states(spec, outer.kb, states, "nt")
-    return dot(spec, a, rows.b * rows.v - recalled)
-
-
 def _times_states(
     spec: Spec, x: Array, states: list[Array], contract: str = "nn"
 ) -> Array:
@@ -179,19 +182,22 @@ def _times_states(
     return jnp.concatenate(found, axis=1)
 
 
-def _row_gradients(spec, masks, rows, factors, states, dstates, x, do, dr) -> Rows:
+def backward_rows(
+    spec: Spec, masks: Masks, rows: Rows, part: Local, known: Backward
+) -> Rows:
     """Gradients by the rows, see the top.
 
     dG takes the operands of products as they were rounded. What a pair adds to its row
     then cancels what it takes from its column, as it must in the sum over tokens.
     """
-    q, k, _, v, b = rows
+    (q, k, _, v, b), factors = rows, part.factors
+    x, do, dr, states, dstates = known
     pre, post = select(masks.enters, factors.pre), select(masks.leaves, factors.post)
     dq = pre * _times_states(spec, do, states)
     rise = -pre * _times_states(spec, dr, states)
     fall = post * _times_states(spec, x, dstates)
     dG = q * dq + k * (b * rise - fall)
-    decayed = zip(_state_decay(spec, masks, factors), states, dstates, strict=True)
+    decayed = zip(part.outer.gam, states, dstates, strict=True)
     last = [
         jnp.sum(fallen, axis=1, keepdims=True)
         + gam * jnp.sum(state * dstate, axis=1, keepdims=True)
@@ -202,11 +208,8 @@ def _row_gradients(spec, masks, rows, factors, states, dstates, x, do, dr) -> Ro
     outputs = dot(spec, jnp.concatenate([do, -dr], axis=1), x, "nt")
     for mask, row, col in factors.pairs:
         mask = mask & masks.same if spec.packed else mask
-        dp, dl = (
-            jnp.where(mask, y, 0.0)
-            for y in (outputs[:, : spec.R], outputs[:, spec.R :])
-        )
-        dpl = jnp.concatenate([dp, dl], axis=1)
+        halves = outputs[:, : spec.R], outputs[:, spec.R :]
+        dpl = jnp.concatenate([jnp.where(mask, y, 0.0) for y in halves], axis=1)
         left, right = jnp.concatenate([q * row, b * k * row], axis=1), k * col
         up, down = dot(spec, dpl, right), dot(spec, dpl, left, "tn")
         dq += row * up[:, : spec.R]

@@ -6,17 +6,17 @@ on-chip memory from the first chunk to the last.
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.kda.gates import Options
 from pallas_kernels.kda.tpu import chunk, heads
 from pallas_kernels.kda.tpu.rows import (
+    join,
     make_rows,
     prepare,
     read_raw,
     read_states,
+    stack_groups,
     unstack,
     write_states,
 )
@@ -35,13 +35,11 @@ def forward_kernel(
         outputs["states"][0, 0] = state[...].astype(outputs["states"].dtype)
     masks = make_masks(spec, refs["codes"][0, 0] if spec.packed else None)
     found = []
-    for at in range(0, state.shape[0], spec.G):
-        which = range(at, at + spec.G)
+    for which in stack_groups(spec, state.shape[0], 1):
         prepared = prepare(options, read_raw(refs, spec, masks, which))
         rows = make_rows(refs, spec, masks, which, prepared, options)
-        found.append(chunk.local(spec, masks, rows))
-    parts = jax.tree.map(lambda *x: jnp.concatenate(x), *found)
-    o, states, a = chunk.forward(spec, masks, parts, read_states(state, spec))
+        found.append(chunk.serial(rows, chunk.local(spec, masks, rows)))
+    o, states, a = chunk.forward(spec, masks, join(found), read_states(state, spec))
     write_states(state, spec, states)
     heads.store(outputs["o"], unstack(spec, o), spec.words)
     if "a" in outputs:

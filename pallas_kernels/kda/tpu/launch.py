@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.kda import target
 from pallas_kernels.kda.gates import Inputs, Options
 from pallas_kernels.kda.tpu.stacks import Spec
 
@@ -17,6 +18,7 @@ Array = jax.Array
 ROWS = 128
 # Heads of a program: blocks of [..., HV, D] must have a multiple of 8, or all.
 HEADS = 8
+VMEM_LIMIT = 48 * 2**20
 
 
 class Block(NamedTuple):
@@ -73,15 +75,31 @@ def make_sizes(inputs: Inputs, packed: bool, options: Options) -> Sizes:
     return Sizes(B, T, HV, K, V, HB, spec)
 
 
-def platform() -> str:
-    """What programs are made for: the mesh that is set may be of devices elsewhere."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
-
-
 def interpreting() -> bool:
     """Without a TPU, Pallas's interpreter plays one, and checks what no TPU does."""
-    return platform() != "tpu"
+    return target.platform() != "tpu"
+
+
+def interpreter() -> Any:
+    """How Pallas should interpret a kernel; False: compile it."""
+    if not interpreting():
+        return False
+    return pltpu.InterpretParams(
+        detect_races=True,
+        uninitialized_memory="nan",
+        # Blocks may reach past the last token; kernels mask what they read there.
+        out_of_bounds_reads="uninitialized",
+    )
+
+
+def gate_parameters(inputs: Inputs, HV: int, K: int) -> Array:
+    """exp(A_log) and dt_bias, [2,HV,K]."""
+    slope, bias = jnp.ones((HV, K)), jnp.zeros((HV, K))
+    if inputs.A_log is not None:
+        slope = slope * jnp.exp(inputs.A_log.astype(jnp.float32))[:, None]
+    if inputs.dt_bias is not None:
+        bias = inputs.dt_bias.astype(jnp.float32).reshape(HV, K)
+    return jnp.stack([slope, bias])
 
 
 def launch(
@@ -116,13 +134,6 @@ def launch(
 
         return pl.BlockSpec(block.shape, index)
 
-    interpret = False
-    if interpreting():
-        interpret = pltpu.InterpretParams(
-            detect_races=True,
-            uninitialized_memory="nan",
-            out_of_bounds_reads="uninitialized",
-        )
     results = pl.pallas_call(
         body,
         grid=(sizes.B, sizes.HV // sizes.HB, sizes.chunks),
@@ -134,10 +145,7 @@ def launch(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=VMEM_LIMIT,
         ),
-        interpret=interpret,
+        interpret=interpreter(),
         name=f"kda_{kernel.__name__}",
     )(*(array for array, _ in inputs.values()))
     return dict(zip(outputs, results, strict=True))
-
-
-VMEM_LIMIT = 48 * 2**20

@@ -9,7 +9,13 @@ from pallas_kernels.kda.gates import Inputs, Options
 from pallas_kernels.kda.segments import Runs
 from pallas_kernels.kda.tpu.backward import backward_kernel
 from pallas_kernels.kda.tpu.forward import forward_kernel
-from pallas_kernels.kda.tpu.launch import Block, Sizes, launch, make_sizes
+from pallas_kernels.kda.tpu.launch import (
+    Block,
+    Sizes,
+    gate_parameters,
+    launch,
+    make_sizes,
+)
 
 Array = jax.Array
 Blocks = dict[str, tuple[Any, Block]]
@@ -91,7 +97,7 @@ def _raw_blocks(
     blocks["beta"] = jnp.swapaxes(beta, 2, 3), sizes.per_chunk(sizes.HB, spec.C)
     if options.use_gate_in_kernel:
         block = Block((2, sizes.HB, K), lambda b, h, t: (0, h, 0))
-        blocks["gate"] = _gate(sizes, inputs), block
+        blocks["gate"] = gate_parameters(inputs, sizes.HV, K), block
     if spec.packed:
         block = Block((1, 1, 1, spec.R), lambda b, h, t: (b, t, 0, 0))
         blocks["codes"] = _codes(sizes, runs), block
@@ -103,17 +109,6 @@ def _by_chunk(sizes: Sizes, x_BT: Array, mode: str = "constant") -> Array:
     rest = [(0, 0)] * (x_BT.ndim - 2)
     x_BT = jnp.pad(x_BT, ((0, 0), (0, -sizes.T % sizes.spec.C), *rest), mode=mode)
     return x_BT.reshape(sizes.B, sizes.chunks, sizes.spec.C, *x_BT.shape[2:])
-
-
-def _gate(sizes: Sizes, inputs: Inputs) -> Array:
-    """exp(A_log) and dt_bias, [2,HV,K]."""
-    shape = sizes.HV, sizes.K
-    slope, bias = jnp.ones(shape), jnp.zeros(shape)
-    if inputs.A_log is not None:
-        slope = slope * jnp.exp(inputs.A_log.astype(jnp.float32))[:, None]
-    if inputs.dt_bias is not None:
-        bias = inputs.dt_bias.astype(jnp.float32).reshape(shape)
-    return jnp.stack([slope, bias])
 
 
 def _codes(sizes: Sizes, runs: Runs | None) -> Array:

@@ -33,6 +33,22 @@ def prepare(options: Options, raw: Raw) -> tuple[Array, Array, Array]:
     return q * options.scale, k, g
 
 
+def stack_groups(spec: Spec, heads: int, stacks: int) -> list[range]:
+    """Heads of some stacks each.
+
+    Elementwise work is done for a few stacks at a time: enough to hide latency, few
+    enough for the registers.
+    """
+    width = min(stacks * spec.G, heads)
+    starts = range(0, heads, width)
+    return [range(at, min(at + width, heads)) for at in starts]
+
+
+def join(parts: list[Any]) -> Any:
+    """Trees of some stacks each -> one of all."""
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
+
 def stack(spec: Spec, found: list[Array]) -> Array:
     """Heads [C,D] -> stacks [N,R,D]."""
     stacks = range(0, len(found), spec.G)
@@ -60,10 +76,7 @@ def read_raw(refs: dict[str, Any], spec: Spec, masks: Masks, which: range) -> Ra
     slope, bias = (
         stack(
             spec,
-            [
-                jnp.broadcast_to(refs["gate"][row, h : h + 1], shape)
-                for h in which
-            ],
+            [jnp.broadcast_to(refs["gate"][row, h : h + 1], shape) for h in which],
         )
         for row in (0, 1)
     )
