@@ -194,5 +194,5 @@ def test_chosen_for_tpus_and_says_why_not():
     with pytest.raises(ValueError, match="needs a TPU, and this is gpu; use 'xla'"):
         choose_implementation("mosaic_tpu", "gpu")
     x = {n: jnp.zeros((1, 2, 20, 64)) for n in "qkvg"} | {"beta": jnp.zeros((1, 2, 20))}
-    with pytest.raises(ValueError, match="20 heads, and above 16 .* a multiple of 8"):
+    with pytest.raises(ValueError, match=r"20 heads, and above 16 .* multiple of 8"):
         kda(**x, implementation="mosaic_tpu")
