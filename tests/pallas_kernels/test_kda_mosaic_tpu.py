@@ -16,7 +16,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.kda import choose_implementation, kda, kda_step
-from pallas_kernels.kda.tpu import heads
+from pallas_kernels.kda.gates import Inputs, Options
+from pallas_kernels.kda.tpu import heads, launch
 from tests.pallas_kernels import kda_cases as cases
 
 REPEATING = ("near duplicates", "identical keys")
@@ -196,3 +197,15 @@ def test_chosen_for_tpus_and_says_why_not():
     x = {n: jnp.zeros((1, 2, 20, 64)) for n in "qkvg"} | {"beta": jnp.zeros((1, 2, 20))}
     with pytest.raises(ValueError, match=r"20 heads, and above 16 .* multiple of 8"):
         kda(**x, implementation="mosaic_tpu")
+
+
+def test_blocks_that_do_not_fit_the_chip_are_refused(monkeypatch):
+    monkeypatch.setattr(launch, "on_chip_limit", lambda: 16 * 2**20)
+    wide = jnp.zeros((1, 128, 8, 256), jnp.bfloat16)
+    inputs = Inputs(wide, wide, wide, wide, wide[..., 0], None, None)
+    options = Options(1.0, -5.0, False, False, False, False, chunk_size=128)
+    sizes = launch.make_sizes(inputs, False, options)
+    with pytest.raises(ValueError, match=r"a kernel may take 16 .* smaller chunk_size"):
+        launch.check_on_chip_memory(sizes, [sizes.tokens(256)] * 8)
+    small = launch.make_sizes(inputs, False, options._replace(chunk_size=16))
+    launch.check_on_chip_memory(small, [small.tokens(256)] * 8)

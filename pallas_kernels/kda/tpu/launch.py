@@ -1,5 +1,6 @@
 """Launches a kernel over the grid of (batch row, block of heads, chunk)."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,10 @@ Array = jax.Array
 ROWS = 128
 # Heads of a program: blocks of [..., HV, D] must have a multiple of 8, or all.
 HEADS = 8
-VMEM_LIMIT = 48 * 2**20
+# Share of the on-chip memory that a kernel may take; the rest is the compiler's.
+SHARE = 0.75
+# Float32 arrays of rows [C,K] that a head of a kernel keeps while it works, about.
+VALUES = 24
 
 
 class Block(NamedTuple):
@@ -80,6 +84,34 @@ def interpreting() -> bool:
     return target.platform() != "tpu"
 
 
+def on_chip_limit() -> int:
+    """Bytes of on-chip memory that a kernel may take."""
+    return int(SHARE * pltpu.get_tpu_info().vmem_capacity_bytes)
+
+
+def check_on_chip_memory(sizes: Sizes, blocks: list[Block]) -> None:
+    """Raises ValueError if a program clearly cannot fit on the chip.
+
+    Blocks count twice, because the next ones are loaded meanwhile.
+    """
+    spec = sizes.spec
+    rows = 4 * spec.C * sizes.HB * max(sizes.K, sizes.V)
+    needed = VALUES * rows + sum(2 * 2 * math.prod(block.shape) for block in blocks)
+    if needed > on_chip_limit():
+        raise ValueError(
+            f"chunk_size={spec.C} with {sizes.HB} heads of K={sizes.K}, V={sizes.V} "
+            f"takes about {needed >> 20} MiB of on-chip memory, and a kernel may take "
+            f"{on_chip_limit() >> 20} on this TPU; use a smaller chunk_size, or "
+            "implementation='xla'"
+        )
+
+
+def compiler_params(*semantics: str) -> pltpu.CompilerParams:
+    """How the axes of the grid may run, and the memory that a kernel may take."""
+    limit = None if interpreting() else on_chip_limit()
+    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=limit)
+
+
 def interpreter() -> Any:
     """How Pallas should interpret a kernel; False: compile it."""
     if not interpreting():
@@ -134,6 +166,9 @@ def launch(
 
         return pl.BlockSpec(block.shape, index)
 
+    if not interpreting():
+        blocks = [block for _, block in (*inputs.values(), *outputs.values())]
+        check_on_chip_memory(sizes, blocks)
     results = pl.pallas_call(
         body,
         grid=(sizes.B, sizes.HV // sizes.HB, sizes.chunks),
@@ -141,10 +176,7 @@ def launch(
         out_specs=[spec(block) for _, block in outputs.values()],
         out_shape=[array for array, _ in outputs.values()],
         scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch.values()],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT,
-        ),
+        compiler_params=compiler_params("parallel", "parallel", "arbitrary"),
         interpret=interpreter(),
         name=f"kda_{kernel.__name__}",
     )(*(array for array, _ in inputs.values()))

@@ -154,7 +154,7 @@ def by_head(spec: Spec, x: Array) -> list[Array]:
 def make_factors(spec: Spec, masks: Masks, decay: Array) -> Factors:
     """Factors from the log2 of the decay [N,R,K]."""
     make = _wide_factors if spec.wide else _level_factors
-    return make(spec, masks, jnp.maximum(decay, LOWEST))
+    return make(spec, masks, decay)
 
 
 def _neighbours(masks: Masks, size: int) -> Array:
@@ -172,6 +172,7 @@ def _level_factors(spec: Spec, masks: Masks, decay: Array) -> Factors:
     row if its block comes second and a column if it comes first, so that one factor,
     the decay between it and the border, serves both roles.
     """
+    decay = jnp.maximum(decay, LOWEST)
     i, j = masks.i, masks.j
     head = i // spec.C == j // spec.C
     pre = jnp.exp2(add_up(spec, head & (j <= i), decay))

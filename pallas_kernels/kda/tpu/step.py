@@ -8,12 +8,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kda.gates import Inputs, Options, write_strength
 from pallas_kernels.kda.tpu.launch import (
     HEADS,
-    VMEM_LIMIT,
+    compiler_params,
     gate_parameters,
     interpreter,
 )
@@ -70,9 +69,7 @@ def step(inputs: Inputs, state: Array, options: Options) -> tuple[Array, Array]:
             jax.ShapeDtypeStruct(state.shape, state.dtype),
         ],
         input_output_aliases={6: 1},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_LIMIT
-        ),
+        compiler_params=compiler_params("parallel", "parallel"),
         interpret=interpreter(),
         name="kda_step_kernel",
     )(
