@@ -179,8 +179,10 @@ def _level_factors(spec: Spec, masks: Masks, decay: Array) -> Factors:
     post = jnp.exp2(add_up(spec, head & (j > i), decay))
     pairs = []
     for size in spec.sizes:
-        inside = i // size == j // size
-        stretch = inside & jnp.where(i // size % 2 == 1, j <= i, j > i)
+        shift = size.bit_length() - 1
+        inside, odd = i >> shift == j >> shift, (i >> shift & 1) == 1
+        # Not `where`, which Mosaic does not have for masks.
+        stretch = inside & ((odd & (j <= i)) | (~odd & (j > i)))
         factor = jnp.exp2(add_up(spec, stretch, decay))
         pairs.append((_neighbours(masks, size), factor, factor))
     return Factors(pre, post, pairs)
