@@ -19,7 +19,7 @@ _HIGH = 0xFFFF0000
 def load(ref: Any, which: range, words: bool) -> list[Array]:
     """Some heads of a block, [C,D] each, in float32; pairs, if heads are even."""
     heads = ref.shape[2]
-    if not words or ref.dtype != jnp.bfloat16 or heads % 2:
+    if not (words and _paired(ref)):
         return [ref[0, :, h, :].astype(jnp.float32) for h in which]
     words, found = _words(ref), []
     for pair in sorted({h // 2 for h in which}):
@@ -32,7 +32,7 @@ def load(ref: Any, which: range, words: bool) -> list[Array]:
 
 def store(ref: Any, heads: list[Array], words: bool) -> None:
     """Writes all heads of a block."""
-    if not words or ref.dtype != jnp.bfloat16 or len(heads) % 2:
+    if not (words and _paired(ref)):
         for h, x in enumerate(heads):
             ref[0, :, h, :] = x.astype(ref.dtype)
         return
@@ -40,6 +40,11 @@ def store(ref: Any, heads: list[Array], words: bool) -> None:
     for pair, (low, high) in enumerate(zip(heads[::2], heads[1::2], strict=True)):
         both = (_bits(low) >> 16) | (_bits(high) & jnp.uint32(_HIGH))
         words[pl.ds(pair, ref.shape[1], len(heads) // 2), :] = both
+
+
+def _paired(ref: Any) -> bool:
+    """Whether words hold two heads; Mosaic has loads with a stride up to 128 lanes."""
+    return ref.dtype == jnp.bfloat16 and ref.shape[2] % 2 == 0 and ref.shape[3] <= 128
 
 
 def _words(ref: Any) -> Any:
