@@ -1,7 +1,7 @@
 """Time one part of the project: python -m experiments.bench --config=... --workdir=DIR
 
 The config names the suite. Results are checked before they are timed. Prints a table;
-writes results.json and results.png into the workdir.
+writes results.json, and results.png of what was timed, into the workdir.
 """
 
 import ast
@@ -13,10 +13,14 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from experiments import bench_generation, bench_kda, cli
+from experiments import bench_generation, bench_kda, bench_kda_tpu, cli
 from kimi_jax.errors import UserError
 
-SUITES = {"kda": bench_kda.run, "generation": bench_generation.run}
+SUITES = {
+    "kda": bench_kda.run,
+    "kda_tpu_static": bench_kda_tpu.run,
+    "generation": bench_generation.run,
+}
 
 
 def main(overrides: list[str]) -> None:
@@ -25,7 +29,8 @@ def main(overrides: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     result = SUITES[config.suite](config)
     (folder / "results.json").write_text(json.dumps(result, indent=2))
-    draw(result["rows"], folder / "results.png")
+    if any(row.get("ms") for row in result["rows"]):
+        draw(result["rows"], folder / "results.png")
     show(result)
 
 

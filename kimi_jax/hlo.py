@@ -27,6 +27,13 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
 
 
+# Opcodes that move nothing, or are the second half of one that does.
+_FREE = (
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast"),
+    *("copy-start", "copy-done", "after-all", "partition-id"),
+)
+
+
 class Collective(NamedTuple):
     """Totals of one kind of collective, on one device, over one run of the program.
 
@@ -79,6 +86,26 @@ def collective_bytes(hlo_text: str) -> dict[str, Collective]:
         )
     entry, computations = _parse(hlo_text)
     return _Counter(computations, _devices(hlo_text)).totals(entry)
+
+
+def memory_bytes(hlo_text: str) -> tuple[int, int]:
+    """Bytes that custom calls, and that all else, read and write in memory.
+
+    Operands and results of the entry's instructions; what they call stays on the chip.
+    """
+    entry, computations = _parse(hlo_text)
+    instructions = computations[entry]
+    custom = other = 0
+    for instruction in instructions.values():
+        if instruction.opcode in _FREE:
+            continue
+        operands = _operand_bytes(instruction.operands, instructions)
+        size = operands + sum(_shapes(instruction.type))
+        if instruction.opcode == "custom-call":
+            custom += size
+        else:
+            other += size
+    return custom, other
 
 
 class _Counter:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from kimi_jax.hlo import KINDS, Collective, collective_bytes
+from kimi_jax.hlo import KINDS, Collective, collective_bytes, memory_bytes
 
 HEADER = "HloModule m, is_scheduled=true, num_partitions=8\n\n"
 SUM = "%sum (a: f32[], b: f32[]) -> f32[] {\n  ROOT %s = f32[] add(%a, %b)\n}\n\n"
@@ -217,3 +217,19 @@ def test_other_texts_are_refused():
     with pytest.raises(ValueError, match=r"compiled\.as_text\(\)"):
         collective_bytes(text)
     assert collective_bytes(jax.jit(jnp.sin).lower(1.0).compile().as_text()) == {}
+
+
+def test_memory_is_counted_once_and_kernels_apart():
+    text = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (x: bf16[8,128]) -> f32[8,128] {
+  %x = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %copy-start = (bf16[8,128]{1,0}, bf16[8,128]{1,0}, u32[]{:S(2)}) copy-start(%x)
+  %copy-done = bf16[8,128]{1,0} copy-done(%copy-start)
+  %same = bf16[1024]{0} bitcast(%copy-done)
+  %wide = f32[8,128]{1,0} convert(%x)
+  ROOT %y = f32[8,128]{1,0} custom-call(%wide, %x), custom_call_target="tpu_custom_call"
+}
+"""
+    half, wide = 2 * 8 * 128, 4 * 8 * 128
+    assert memory_bytes(text) == (2 * wide + half, wide + half)

@@ -22,21 +22,24 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kda import mosaic_tpu, target, triton
 from pallas_kernels.kda.checks import check_arrays, check_options
 from pallas_kernels.kda.gates import Inputs, Options, accumulation_dtype, prepare
 from pallas_kernels.kda.reference import kda_reference, update
 from pallas_kernels.kda.segments import Runs, find_runs
-from pallas_kernels.kda.triton import kda_triton, step_triton, why_not
 from pallas_kernels.kda.xla import kda_xla
 
 Array = jax.Array
 
 _Implementation = Callable[[Inputs, Array, Runs | None, Options], tuple[Array, Array]]
 _IMPLEMENTATIONS: dict[str, _Implementation] = {
-    "triton": kda_triton,
+    "triton": triton.kda_triton,
+    "mosaic_tpu": mosaic_tpu.kda_mosaic_tpu,
     "xla": kda_xla,
     "reference": kda_reference,
 }
+_STEPS = {"triton": triton.step_triton, "mosaic_tpu": mosaic_tpu.step_mosaic_tpu}
+_OBSTACLES = {"triton": triton.why_not, "mosaic_tpu": mosaic_tpu.why_not}
 
 
 def choose_implementation(
@@ -46,8 +49,8 @@ def choose_implementation(
 
     Args:
       implementation: what the caller asked for; None leaves the choice to us: the
-        Triton kernels where they run, else chunked XLA.
-      platform: "cpu", "gpu" or "tpu", as `jax.default_backend()` returns it.
+        Triton kernels or those for TPUs where they run, else chunked XLA.
+      platform: "cpu", "gpu" or "tpu", see `target.platform`.
       inputs: raw inputs, whose sizes and dtypes count too; None answers without.
 
     Returns:
@@ -57,20 +60,22 @@ def choose_implementation(
       ValueError: unknown implementation, or one that cannot run here.
     """
     if implementation is None:
-        obstacle = why_not(platform, inputs)
+        name = "mosaic_tpu" if platform == "tpu" else "triton"
+        obstacle = _OBSTACLES[name](platform, inputs)
         if obstacle is None:
-            return "triton", "fused kernels for this GPU"
-        return "xla", f"chunked XLA runs everywhere; not triton: {obstacle}"
+            return name, f"fused kernels for this {platform.upper()}"
+        return "xla", f"chunked XLA runs everywhere; not {name}: {obstacle}"
     if implementation not in _IMPLEMENTATIONS:
         names = ", ".join(repr(name) for name in _IMPLEMENTATIONS)
         raise ValueError(
             f"implementation={implementation!r} does not exist; choose one of {names}, "
             "or None for the default"
         )
-    if implementation == "triton" and (obstacle := why_not(platform, inputs, True)):
+    why_not = _OBSTACLES.get(implementation)
+    if why_not is not None and (obstacle := why_not(platform, inputs, True)):
         raise ValueError(
-            f"implementation='triton' cannot run here: {obstacle}; use 'xla', or None "
-            "for the default"
+            f"implementation={implementation!r} cannot run here: {obstacle}; use "
+            "'xla', or None for the default"
         )
     return implementation, "asked for by name"
 
@@ -128,7 +133,7 @@ def kda(
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
     options = Options(scale, lower_bound, *flags, chunk_size)
     check_options(inputs, options)
-    name, _ = choose_implementation(implementation, jax.default_backend(), inputs)
+    name, _ = choose_implementation(implementation, target.platform(), inputs)
     o, state = _run(name, inputs, state, ids, options)
     return o.astype(inputs.v.dtype), state if output_final_state else None
 
@@ -174,9 +179,9 @@ def kda_step(
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
     options = Options(scale, lower_bound, *flags)
     check_options(inputs, options)
-    name, _ = choose_implementation(implementation, jax.default_backend(), inputs)
-    if name == "triton":
-        return step_triton(inputs, state, options)
+    name, _ = choose_implementation(implementation, target.platform(), inputs)
+    if name in _STEPS:
+        return _STEPS[name](inputs, state, options)
     state, o = update(state, prepare(inputs, None, options, state.dtype))
     return o.astype(inputs.v.dtype), state
 

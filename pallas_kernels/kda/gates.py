@@ -89,9 +89,14 @@ def log_decay(
     slope_H1 = jnp.ones((), g_BTHK.dtype)
     if A_log_H is not None:
         slope_H1 = jnp.exp(A_log_H.astype(g_BTHK.dtype))[:, None]
+    return gate(g_BTHK, slope_H1, lower_bound)
+
+
+def gate(logits: Array, slope: Array, lower_bound: float | None) -> Array:
+    """The log decay from logits with their bias, and exp(A_log); shapes broadcast."""
     if lower_bound is None:
-        return -slope_H1 * jax.nn.softplus(g_BTHK)
-    return lower_bound * jax.nn.sigmoid(slope_H1 * g_BTHK)
+        return -slope * jax.nn.softplus(logits)
+    return lower_bound * jax.nn.sigmoid(slope * logits)
 
 
 def write_strength(beta: Array, options: Options) -> Array:

@@ -34,6 +34,21 @@ def update(state_BHKV: Array, token: Prepared) -> tuple[Array, Array]:
     return state_BHKV, o_BHV
 
 
+def step_gradients(
+    inputs: Inputs, state_BHKV: Array, options: Options, cotangents: tuple
+) -> tuple:
+    """Gradients of one token by its raw inputs and the state before it.
+
+    For the fused kernels: nobody trains token by token, but a gradient must be right.
+    """
+
+    def plain(inputs, state):
+        state, o = update(state, prepare(inputs, None, options, state.dtype))
+        return o.astype(inputs.v.dtype), state
+
+    return jax.vjp(plain, inputs, state_BHKV)[1](cotangents)
+
+
 def kda_reference(
     inputs: Inputs, initial_state_BHKV: Array, runs: Runs | None, options: Options
 ) -> tuple[Array, Array]:

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.kda.gates import Inputs, Options, prepare
+from pallas_kernels.kda.gates import Inputs, Options
 from pallas_kernels.kda.plan import Chunks, Plan
-from pallas_kernels.kda.reference import update
+from pallas_kernels.kda.reference import step_gradients
 from pallas_kernels.kda.segments import Runs
 
 Array = jax.Array
@@ -189,13 +189,7 @@ def _step_save(inputs, state, options):
 
 
 def _step_differentiate(options, saved, cotangents):
-    """Through plain JAX: nobody trains token by token, but a gradient must be right."""
-
-    def plain(inputs, state):
-        state, o = update(state, prepare(inputs, None, options, state.dtype))
-        return o.astype(inputs.v.dtype), state
-
-    return jax.vjp(plain, *saved)[1](cotangents)
+    return step_gradients(*saved, options, cotangents)
 
 
 step_triton.defvjp(_step_save, _step_differentiate)

@@ -231,3 +231,33 @@ def assert_close(got: dict, expected: dict, tolerance: float) -> None:
         if not error < tolerance
     }
     assert not large, f"relative errors {large}, tolerance {tolerance}"
+
+
+def compare(
+    implementation, x, ids=None, dtype="float32", tolerance=None, **settings
+) -> None:
+    """Fails unless fused kernels agree with the recurrence in float64.
+
+    In the norm, within 1e-5 for float32 and 5e-3 for bfloat16, or the tolerance.
+    """
+    time = x["v"].shape[1]
+    do, dstate = cotangents(time)
+    out = rounded({"o": do}, dtype)["o"], dstate
+    got = run(x, ids, out, dtype, implementation=implementation, **settings)
+    settings.pop("chunk_size", None)
+    wide = rounded(x, dtype)
+    expected = run(wide, ids, out, implementation="reference", **settings)
+    errors = {
+        name: np.linalg.norm(got[name] - y) / max(np.linalg.norm(y), 1e-30)
+        for name, y in expected.items()
+    }
+    limit = tolerance or {"float32": 1e-5, "bfloat16": 5e-3}[dtype]
+    # Sums over all tokens, in which rounding of different signs does not cancel.
+    limits = {"dA_log": 4 * limit, "ddt_bias": 4 * limit}
+    # The difference of two products with dR, which is kept in the inputs' dtype.
+    limits["dbeta"] = 1.5 * limit
+    if not np.any(x["g"] > -5.0):
+        # dG adds terms of order 1 that cancel but for exp(-5).
+        limits["dg"] = 4 * limit
+    large = {n: float(e) for n, e in errors.items() if not e < limits.get(n, limit)}
+    assert not large, f"relative errors {large}, tolerance {limit}"

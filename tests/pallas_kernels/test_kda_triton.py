@@ -4,6 +4,8 @@ On a GPU they run as they are (JAX_PLATFORMS=cuda). Elsewhere Triton's interpret
 them, one numpy operation at a time, on the sizes it can bear.
 """
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -19,8 +21,6 @@ from pallas_kernels.kda import choose_implementation, kda, kda_step  # noqa: E40
 from pallas_kernels.kda import plan as plans  # noqa: E402
 from tests.pallas_kernels import kda_cases as cases  # noqa: E402
 
-# Of the norm.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3}
 REPEATING = ("near duplicates", "identical keys")
 LENGTHS = [20, 5, 50, 15]
 IDS = np.array([np.repeat(ids, LENGTHS) for ids in ([1, 0, 3, 4], [0, 5, 5, 2])])
@@ -66,29 +66,7 @@ def repair_bfloat16(patch):
     patch.setattr(builder, "create_dot", create_dot)
 
 
-def compare(x, ids=None, dtype="float32", tolerance=None, **settings):
-    time = x["v"].shape[1]
-    do, dstate = cases.cotangents(time)
-    out = cases.rounded({"o": do}, dtype)["o"], dstate
-    got = cases.run(x, ids, out, dtype, implementation="triton", **settings)
-    settings.pop("chunk_size", None)
-    expected = cases.run(
-        cases.rounded(x, dtype), ids, out, implementation="reference", **settings
-    )
-    errors = {
-        name: np.linalg.norm(got[name] - y) / max(np.linalg.norm(y), 1e-30)
-        for name, y in expected.items()
-    }
-    limit = tolerance or TOLERANCE[dtype]
-    # Sums over all tokens, in which rounding of different signs does not cancel.
-    limits = {"dA_log": 4 * limit, "ddt_bias": 4 * limit}
-    # The difference of two products with dR, which is kept in the inputs' dtype.
-    limits["dbeta"] = 1.5 * limit
-    if not np.any(x["g"] > -5.0):
-        # dG adds terms of order 1 that cancel but for exp(-5).
-        limits["dg"] = 4 * limit
-    large = {n: float(e) for n, e in errors.items() if not e < limits.get(n, limit)}
-    assert not large, f"relative errors {large}, tolerance {limit}"
+compare = functools.partial(cases.compare, "triton")
 
 
 @pytest.mark.parametrize("lower_bound", [-5.0, None])

@@ -1,0 +1,1 @@
+"""KDA kernels for TPUs, in Pallas (Mosaic); `kda/mosaic_tpu.py` strings them."""
