@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "golden" / "kimi_linear_tiny"
+GOLDEN = ROOT / "tests" / "golden" / "k3_tiny"
 
 
 def sample(*arguments):
