@@ -27,4 +27,4 @@ def pytest_configure(config):
         cache = tempfile.TemporaryDirectory(prefix="kimi_jax_compiled_")
         config.add_cleanup(cache.cleanup)
         os.environ["JAX_COMPILATION_CACHE_DIR"] = cache.name
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
