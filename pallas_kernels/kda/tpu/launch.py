@@ -1,8 +1,8 @@
 """Launches a kernel over the grid of (batch row, block of heads, chunk)."""
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,10 @@ VALUES = 24
 
 
 class Block(NamedTuple):
-    """A block's shape, and its index from (batch row, block of heads, chunk)."""
+    """A block's shape, and where it lies, from (batch row, block of heads, chunk)."""
 
     shape: tuple[int, ...]
-    index: Callable[[Any, Any, Any], tuple]
+    at: Callable[[Any, Any, Any], tuple]
 
 
 class Sizes(NamedTuple):
@@ -106,7 +106,9 @@ def check_on_chip_memory(sizes: Sizes, blocks: list[Block]) -> None:
         )
 
 
-def compiler_params(*semantics: str) -> pltpu.CompilerParams:
+def compiler_params(
+    *semantics: Literal["parallel", "arbitrary"],
+) -> pltpu.CompilerParams:
     """How the axes of the grid may run, and the memory that a kernel may take."""
     limit = None if interpreting() else on_chip_limit()
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=limit)
@@ -140,7 +142,7 @@ def launch(
     options: Options,
     inputs: dict[str, tuple[Array, Block]],
     outputs: dict[str, tuple[jax.ShapeDtypeStruct, Block]],
-    scratch: dict[str, tuple[int, ...]],
+    scratch: Mapping[str, tuple[int, ...]],
     *,
     reverse: bool = False,
 ) -> dict[str, Array]:
@@ -162,7 +164,7 @@ def launch(
 
     def spec(block: Block) -> pl.BlockSpec:
         def index(b: Any, h: Any, t: Any) -> tuple:
-            return block.index(b, h, sizes.chunks - 1 - t if reverse else t)
+            return block.at(b, h, sizes.chunks - 1 - t if reverse else t)
 
         return pl.BlockSpec(block.shape, index)
 
