@@ -105,7 +105,7 @@ def arguments(
     batch, length, heads = shape
     tokens = (heads, batch, length) if head_first else (batch, length, heads)
     half, wide = jnp.bfloat16, jnp.float32
-    wanted = [((*tokens, width), half)] * 4
+    wanted: list[tuple[tuple[int, ...], Any]] = [((*tokens, width), half)] * 4
     wanted += [(tokens, wide if head_first else half)]
     wanted += [((heads,), wide), ((heads * width,), wide)]
     return [jax.ShapeDtypeStruct(*one) for one in wanted]

@@ -189,7 +189,8 @@ def _step_save(inputs, state, options):
 
 
 def _step_differentiate(options, saved, cotangents):
-    return step_gradients(*saved, options, cotangents)
+    inputs, state = saved
+    return step_gradients(inputs, state, options, cotangents)
 
 
 step_triton.defvjp(_step_save, _step_differentiate)

@@ -72,16 +72,32 @@ def test_a_million_tokens_need_no_more_on_the_chip(name):
     assert memory.temp_size_in_bytes < 4 * (4 * 2 * 2**20 * 8)
 
 
-@pytest.mark.parametrize("width", [64, 256])
-def test_other_widths(width):
+def compile_plain(dtype, width, chunk_size=64):
+    """Forward and backward without gate or norms, on the chip with the least memory."""
     wide = (1, 256, 8, width)
-    x = dict.fromkeys("qkvg", jax.ShapeDtypeStruct(wide, jnp.bfloat16))
-    x["beta"] = jax.ShapeDtypeStruct(wide[:3], jnp.bfloat16)
+    x = dict.fromkeys("qkvg", jax.ShapeDtypeStruct(wide, dtype))
+    x["beta"] = jax.ShapeDtypeStruct(wide[:3], dtype)
 
     def forward(x):
-        return kda(**x, lower_bound=-5.0)[0]
+        return kda(**x, lower_bound=-5.0, chunk_size=chunk_size)[0]
 
     compiled("v5p:2x2x1", lambda x, do: jax.vjp(forward, x)[1](do), (x, x["v"]))
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_other_widths(width):
+    compile_plain(jnp.bfloat16, width)
+
+
+@pytest.mark.parametrize(("width", "chunk_size"), [(128, 64), (256, 16)])
+def test_float32(width, chunk_size):
+    compile_plain(jnp.float32, width, chunk_size)
+
+
+@pytest.mark.parametrize(("width", "chunk_size"), [(256, 64), (256, 32), (128, 128)])
+def test_float32_that_does_not_fit_is_refused(width, chunk_size):
+    with pytest.raises(ValueError, match="smaller chunk_size, bfloat16 inputs"):
+        compile_plain(jnp.float32, width, chunk_size)
 
 
 @pytest.mark.parametrize("name", SLICES)

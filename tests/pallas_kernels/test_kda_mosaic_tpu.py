@@ -71,9 +71,8 @@ def test_any_decay():
     compare(cases.prepared("unbounded", 20), chunk_size=16)
 
 
-@pytest.mark.parametrize("time", [1, 17])
-def test_any_length(time):
-    compare(cases.prepared("random", time), None, "bfloat16", lower_bound=-5.0)
+def test_one_token():
+    compare(cases.prepared("random", 1), None, "bfloat16", lower_bound=-5.0)
 
 
 @pytest.mark.slow
@@ -152,39 +151,38 @@ def test_heads_come_in_pairs():
 
 
 @pytest.mark.slow
-def test_shard_map_checkpoint_and_vmap():
+def test_shard_map_vmap_and_checkpoint(monkeypatch):
+    # The TPU's interpreter has effects, which `jax.checkpoint` refuses.
+    monkeypatch.setattr(launch, "interpreter", lambda: True)
     x = {n: jnp.asarray(a, jnp.float32) for n, a in cases.raw(20).items()}
     del x["initial_state"]
 
-    def loss(x):
-        o, state = kda(
-            **x, output_final_state=True, implementation="mosaic_tpu", **PRODUCTION
-        )
+    def loss(x, implementation):
+        settings = {**PRODUCTION, "chunk_size": 16, "output_final_state": True}
+        o, state = kda(**x, implementation=implementation, **settings)
         return jnp.sum(jnp.sin(o)) + jnp.sum(state)
 
-    def assert_same(got):
-        for name, value in plain.items():
-            np.testing.assert_allclose(
-                got[name], value, rtol=1e-4, atol=1e-5, err_msg=name
-            )
-
-    plain = jax.jit(jax.grad(loss))(x)
     policy = jax.checkpoint_policies.save_only_these_names("kda_states", "kda_matrices")
-    assert_same(jax.jit(jax.grad(jax.checkpoint(loss, policy=policy)))(x))
-    two = jax.tree.map(lambda a: jnp.stack([a, a]), x)
-    both = jax.jit(jax.vmap(jax.grad(loss)))(two)
-    assert_same(jax.tree.map(lambda a: a[1], both))
+    remat = jax.checkpoint(lambda x: loss(x, "mosaic_tpu"), policy=policy)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    spec = {name: P("data") for name in cases.INPUTS[:5]}
+    spec = {name: P(None, "data") for name in cases.INPUTS[:5]}
     spec |= {"A_log": P(), "dt_bias": P()}
     shards = jax.shard_map(
-        lambda x: loss(x)[None],
+        lambda x: jax.vmap(remat)(x)[None],
         mesh=mesh,
         in_specs=(spec,),
         out_specs=P("data"),
         check_vma=False,
     )
-    assert_same(jax.jit(jax.grad(lambda x: shards(x).sum()))(x))
+    two = jax.tree.map(lambda a: jnp.stack([a, 0.5 * a]), x)
+    got = cases.jit(jax.grad(lambda x: shards(x).sum()))(two)
+    plain = cases.jit(jax.grad(lambda x: loss(x, "xla")))
+    for row in range(2):
+        expected = plain(jax.tree.map(lambda a, row=row: a[row], two))
+        for name, value in expected.items():
+            np.testing.assert_allclose(
+                got[name][row], value, rtol=1e-4, atol=1e-5, err_msg=name
+            )
 
 
 def test_chosen_for_tpus_and_says_why_not():

@@ -21,9 +21,9 @@ def load(ref: Any, which: range, words: bool) -> list[Array]:
     heads = ref.shape[2]
     if not (words and _paired(ref)):
         return [ref[0, :, h, :].astype(jnp.float32) for h in which]
-    words, found = _words(ref), []
+    pairs, found = _words(ref), []
     for pair in sorted({h // 2 for h in which}):
-        word = words[pl.ds(pair, ref.shape[1], heads // 2), :]
+        word = pairs[pl.ds(pair, ref.shape[1], heads // 2), :]
         for bits in (word << 16, word & jnp.uint32(_HIGH)):
             found.append(jax.lax.bitcast_convert_type(bits, jnp.float32))
     first = which[0] % 2
@@ -36,10 +36,10 @@ def store(ref: Any, heads: list[Array], words: bool) -> None:
         for h, x in enumerate(heads):
             ref[0, :, h, :] = x.astype(ref.dtype)
         return
-    words = _words(ref)
+    pairs = _words(ref)
     for pair, (low, high) in enumerate(zip(heads[::2], heads[1::2], strict=True)):
         both = (_bits(low) >> 16) | (_bits(high) & jnp.uint32(_HIGH))
-        words[pl.ds(pair, ref.shape[1], len(heads) // 2), :] = both
+        pairs[pl.ds(pair, ref.shape[1], len(heads) // 2), :] = both
 
 
 def _paired(ref: Any) -> bool:

@@ -240,12 +240,13 @@ def _join_neighbours(spec: Spec, x: Array, between: Array, size: int) -> Array:
     starts = range(0, spec.R, 2 * size)
     even = [x[:, at : at + size] for at in starts]
     odd = jnp.concatenate([x[:, at + size : at + 2 * size] for at in starts], axis=1)
-    between = [between[:, at + size : at + 2 * size] for at in starts]
-    inner = dot(spec, jnp.concatenate(between, axis=1), x)
+    rows = [between[:, at + size : at + 2 * size] for at in starts]
+    inner = dot(spec, jnp.concatenate(rows, axis=1), x)
     # Rows of odd blocks meet no column of even ones: their rows here may hold anything.
     inner = jnp.concatenate([y for y in _cut(inner, size) for _ in (0, 1)], axis=1)
-    odd = _cut(odd - dot(spec, odd, inner), size)
-    return jnp.concatenate([y for pair in zip(even, odd, strict=True) for y in pair], 1)
+    joined = _cut(odd - dot(spec, odd, inner), size)
+    pairs = zip(even, joined, strict=True)
+    return jnp.concatenate([y for pair in pairs for y in pair], axis=1)
 
 
 def _cut(x: Array, size: int) -> list[Array]:

@@ -29,7 +29,8 @@ def step_kernel(options: Options, q, k, g, v, beta, gate, state, o, out) -> None
     rows, heads = state.shape[:2]
     strength = write_strength(beta[...].astype(jnp.float32), options)
     for b in range(rows):
-        raw = Raw(*(x[b].astype(jnp.float32) for x in (q, k, g)), gate[0], gate[1])
+        q_HK, k_HK, g_HK = (x[b].astype(jnp.float32) for x in (q, k, g))
+        raw = Raw(q_HK, k_HK, g_HK, slope=gate[0], bias=gate[1])
         # Tokens as columns, to scale rows of the state.
         columns = [jnp.transpose(x) for x in prepare(options, raw)]
         values = v[b].astype(jnp.float32)
