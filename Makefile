@@ -16,10 +16,10 @@ quickstart: setup ## train a small model on Shakespeare, about 3 minutes on 2 co
 	$(python) -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
 
 test: setup ## all tests
-	$(python) -m pytest -n 2 -q
+	$(python) -m pytest -n 2 --dist worksteal -q
 
 test-fast: setup ## without the slow ones
-	$(python) -m pytest -n 2 -q -m "not slow"
+	$(python) -m pytest -n 2 --dist worksteal -q -m "not slow"
 
 lint: setup ## ruff: mistakes and formatting
 	$(python) -m ruff check

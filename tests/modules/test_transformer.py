@@ -18,27 +18,25 @@ NO_MOE = f"{ONE_LAYER} model.ffn.num_dense_layers=2"
 MODELS = {
     # Two equal blocks, each of two equal layers and a third: both scans repeat.
     "folded": "model.ffn.num_dense_layers=0",
-    "full_residuals": f"{NO_MOE} model.attention=gqa model.residual.block_size=0.5",
     "blocks_in_a_body": "model.attention=gqa,mla model.residual.block_size=1 "
     "model.num_layers=4 model.ffn.num_dense_layers=4",
-    "additive": f"{NO_MOE} model.attention=gqa model.residual.kind=additive",
-    "plain": f"{ONE_LAYER} model.attention=gqa model.residual.kind=none",
-    "kda_softplus": f"{NO_MOE} model.attention=kda model.kda.gate=softplus "
-    "model.kda.output_gate=low_rank model.kda.value_dim=4",
+    "full_residuals_mla_rope": f"{NO_MOE} model.attention=mla "
+    "model.residual.block_size=0.5 model.mla.positions=rope model.mla.rope_base=100 "
+    "model.mla.q_rank=none model.mla.output_gate=false",
+    "additive_kda_softplus": f"{NO_MOE} model.attention=kda model.kda.gate=softplus "
+    "model.kda.output_gate=low_rank model.kda.value_dim=4 "
+    "model.residual.kind=additive",
     "kda_head": f"{NO_MOE} model.attention=kda model.kda.gate_granularity=head "
     "model.kda.output_gate=none model.kda.conv_width=none "
-    "model.kda.gate_lower_bound=-1.0",
-    "kda_reference": f"{NO_MOE} model.attention=kda model.kda.implementation=reference",
-    "mla_rope": f"{NO_MOE} model.attention=mla model.mla.positions=rope "
-    "model.mla.rope_base=100 model.mla.q_rank=none model.mla.output_gate=false",
-    "gqa_rope": f"{NO_MOE} model.attention=gqa model.gqa.positions=rope",
-    "swiglu_no_latent": f"{ONE_LAYER} model.attention=gqa model.ffn.activation=swiglu "
-    "model.moe.latent_width=none model.moe.latent_norm=false "
-    "model.moe.routed_scaling=2.5",
+    "model.kda.gate_lower_bound=-1.0 model.kda.implementation=reference",
+    "plain_gqa_rope": f"{ONE_LAYER} model.attention=gqa model.residual.kind=none "
+    "model.gqa.positions=rope",
+    "swiglu_no_latent_threshold": f"{ONE_LAYER} model.attention=gqa "
+    "model.ffn.activation=swiglu model.moe.latent_width=none "
+    "model.moe.latent_norm=false model.moe.routed_scaling=2.5 "
+    "model.moe.balancing.method=quantile_threshold",
     "latent_router": f"{ONE_LAYER} model.attention=gqa model.moe.router_input=latent "
     "model.moe.latent_norm=false model.moe.num_shared=0 model.moe.implementation=dense",
-    "threshold": f"{ONE_LAYER} model.attention=gqa "
-    "model.moe.balancing.method=quantile_threshold",
 }
 SEGMENTS = np.array([[1] * 7 + [2] * 13 + [3] * 4 + [0] * 4, [1] * 28], np.int32)
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 28)).astype(np.int32)
