@@ -58,7 +58,7 @@ def test_shards_are_those_of_the_whole(tmp_path):
     _, parts = load_model(folder, mesh)
     same(parts, whole)
     unembed = parts["params"]["output"]["unembed"]
-    assert unembed.sharding.shard_shape(unembed.shape) == (32, 160)
+    assert unembed.sharding.shard_shape(unembed.shape) == (16, 160)
 
 
 def test_a_run_starts_from_a_release(tmp_path):
