@@ -16,8 +16,11 @@ from tests.modules import unrolled
 ONE_LAYER = "model.num_layers=2 model.residual.block_size=1"
 NO_MOE = f"{ONE_LAYER} model.ffn.num_dense_layers=2"
 MODELS = {
-    # Two equal blocks, each of two equal layers and a third: both scans repeat.
-    "folded": "model.ffn.num_dense_layers=0",
+    # Two equal blocks of two equal layers: both scans repeat.
+    "folded": "model.num_layers=4 model.attention=kda model.residual.block_size=2 "
+    "model.ffn.num_dense_layers=0",
+    # Two equal blocks, each of two equal layers and a third.
+    "runs_in_a_block": "model.attention=gqa,gqa,mla model.ffn.num_dense_layers=6",
     "blocks_in_a_body": "model.attention=gqa,mla model.residual.block_size=1 "
     "model.num_layers=4 model.ffn.num_dense_layers=4",
     "full_residuals_mla_rope": f"{NO_MOE} model.attention=mla "
@@ -85,13 +88,17 @@ def test_remat_changes_nothing():
         grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)
         plain = grad(variables, "none")
         largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(plain))
-        for remat in ("unit", "block", "nested"):
+        for remat in ("unit", "nested"):  # "block" is the outer half of "nested"
             again = grad(variables, remat)
             chex.assert_trees_all_close(again, plain, rtol=1e-13, atol=1e-13 * largest)
 
 
+# One layer of each kind, of attention as of FFN.
+EACH = ("model.num_layers=2", "model.attention=kda,mla", "model.residual.block_size=1")
+
+
 def test_no_token_sees_a_later_one():
-    model = tiny.make().model
+    model = tiny.make(*EACH).model
     variables = tiny.variables(model)
     apply = jax.jit(lambda tokens: transformer.apply(model, variables, tokens).h_BTD)
     changed = TOKENS.copy()
@@ -104,7 +111,9 @@ def test_no_token_sees_a_later_one():
 def test_packed_documents_equal_separate_ones():
     """Row 0 holds three documents, rows 1 to 3 one of them each, at the start."""
     with jax.enable_x64(True):
-        model = tiny.make("model.dtype=float64", "model.mla.positions=rope").model
+        model = tiny.make(
+            *EACH, "model.dtype=float64", "model.mla.positions=rope"
+        ).model
         variables = tiny.variables(model)
         tokens, segments = np.zeros((2, 4, 28), np.int32)
         tokens[0], segments[0] = TOKENS[0], SEGMENTS[0]
@@ -118,7 +127,7 @@ def test_packed_documents_equal_separate_ones():
 
 
 def test_padding_is_inert():
-    model = tiny.make().model
+    model = tiny.make(*EACH).model
     variables = tiny.variables(model)
     apply = jax.jit(
         lambda tokens: transformer.apply(model, variables, tokens, SEGMENTS)
@@ -131,37 +140,38 @@ def test_padding_is_inert():
 
 @pytest.fixture(scope="module")
 def fresh():
-    """First values of the tiny model."""
+    """First values of a model with one layer of each kind."""
     init = jax.jit(transformer.init, static_argnums=0)
-    return init(tiny.make().model, jax.random.key(0))
+    return init(tiny.make(*EACH).model, jax.random.key(0))
 
 
 def test_fresh_attention_residuals_are_a_plain_mean(fresh):
     """Zero queries: at the start every sublayer reads the mean of its sources."""
     apply = jax.jit(transformer.apply, static_argnums=0, static_argnames="observe")
-    out = apply(tiny.make().model, fresh, TOKENS, SEGMENTS, observe=True)
+    out = apply(tiny.make(*EACH).model, fresh, TOKENS, SEGMENTS, observe=True)
     totals = out.stats["output"]["residual"]["depth_weights"]
     np.testing.assert_allclose(totals, np.full(3, (SEGMENTS > 0).sum() / 3), rtol=1e-6)
 
 
 def test_first_values_do_not_depend_on_the_scans(fresh):
-    model = tiny.make("model.residual.block_size=6").model
+    model = tiny.make(*EACH[:2], "model.residual.block_size=2").model
     other = jax.jit(transformer.init, static_argnums=0)(model, jax.random.key(0))
     chex.assert_trees_all_equal(
-        canonical.flatten(tiny.make().model, fresh), canonical.flatten(model, other)
+        canonical.flatten(tiny.make(*EACH).model, fresh),
+        canonical.flatten(model, other),
     )
 
 
 def test_kda_starts_with_long_memory(fresh):
     """The first decays lie between -0.48 and -0.005 nats a token, not at -2.5."""
-    own = canonical.flatten(tiny.make().model, fresh)
+    own = canonical.flatten(tiny.make(*EACH).model, fresh)
     decay = -5.0 * jax.nn.sigmoid(own["params/layer_000/attention/kda/dt_bias"])
     assert float(decay.min()) > -0.4759 and float(decay.max()) < -0.0049
     assert not own["params/layer_000/attention/kda/A_log"].any()
 
 
 def test_matrices_start_at_the_configured_scale(fresh):
-    own = canonical.flatten(tiny.make().model, fresh)
+    own = canonical.flatten(tiny.make(*EACH).model, fresh)
     values = jnp.concatenate(
         [own[f"params/{n}"].ravel() for n in ("embedding/embed", "output/unembed")]
     )

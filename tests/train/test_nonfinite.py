@@ -20,7 +20,12 @@ from kimi_jax.train.nonfinite import NonFinite
 from kimi_jax.train.step import State, init_state, make_train_step, make_transform
 from tests import tiny
 
-SMALL = ("model.num_layers=1", "model.attention=gqa", "model.residual.block_size=1")
+SMALL = (
+    "model.num_layers=1",
+    "model.attention=gqa",
+    "model.residual.kind=none",
+    "optimizer.kind=adamw",
+)
 # Two micro-batches; row 2 of the batch is the second row of the first.
 CFG = tiny.make("train.micro_batches=2", "model.num_layers=3")
 
