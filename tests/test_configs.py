@@ -12,6 +12,7 @@ from experiments import bench
 from kimi_jax import accounting, canonical, config_io, layout, sharding
 from kimi_jax.curriculum.stages import make_stages
 from kimi_jax.modules import vision
+from kimi_jax.sweep.settings import make_settings
 
 FILES = sorted(
     path
@@ -60,6 +61,19 @@ def test_the_stages_of_a_curriculum_grow(name, arguments, lengths):
             assert stage.config.mesh == alone.mesh
             assert stage.config.train.batch_size == alone.train.batch_size
             assert stage.config.train.micro_batches == alone.train.micro_batches
+
+
+def test_every_row_of_the_ablations_is_a_sweep():
+    module = runpy.run_path("configs/ablations.py")
+    assert len(module["ROWS"]) == 9
+    for row, said in module["ROWS"].items():
+        settings = make_settings(
+            module["get_hyper"](row), module["get_config"], argument=row
+        )
+        assert len({s.id for s in settings}) == len(settings) >= 2 * module["SEEDS"]
+        assert said.__doc__ and row in module["__doc__"]
+    with pytest.raises(ValueError, match="name a row, of gate, "):
+        module["get_hyper"]("gates")
 
 
 @pytest.mark.parametrize("path", BENCHES, ids=lambda path: path.stem)

@@ -97,15 +97,29 @@ def summarise(run: Run) -> dict[str, Any]:
         "validation_loss": evaluation.get("loss"),
         "validation_bits_per_byte": evaluation.get("bits_per_byte"),
         **sections.summarise_accuracy(run),
+        **sections.summarise_reach(run),
         "best_validation_step": best.get("step"),
         "best_validation_bits_per_byte": best.get("bits_per_byte"),
         "unigram_bits_per_byte": run.info.get("unigram_bits_per_byte"),
         "max_violation": None if violation is None else violation.values[-1].max(),
         "max_violation_tail": None if violation is None else tail(violation).max(),
         "dead_experts": None if dead is None else dead.values[-1].sum(),
+        "activation_max": _largest(run, "activation_max"),
         "parameters": run.info.get("parameters"),
         "corpus": run.info.get("corpus"),
     }
+
+
+def _largest(run: Run, name: str) -> float | None:
+    """Of all logged steps and layers, whatever part of the model it was measured in."""
+    found = (
+        float(value)
+        for record in run.train.values()
+        for key, values in record.get("layers", {}).items()
+        if key.endswith(name)
+        for value in values
+    )
+    return max((value for value in found if np.isfinite(value)), default=None)
 
 
 def draw(run: Run) -> dict[str, Figure]:

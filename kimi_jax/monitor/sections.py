@@ -105,6 +105,17 @@ def summarise_accuracy(run: Run) -> dict[str, Any]:
     }
 
 
+def summarise_reach(run: Run) -> dict[str, Any]:
+    """At the longest windows of the last evaluation, if they are past the training
+    length: the loss of the positions beyond it, and the accuracy of whole windows."""
+    lengths = list(last(run.eval).get("lengths", {}).values())
+    longest = lengths[-1] if len(lengths) > 1 else {}
+    return {
+        "beyond_loss": longest.get("beyond_loss"),
+        "beyond_accuracy": longest.get("accuracy"),
+    }
+
+
 def accuracy_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The numbers of `summarise_accuracy` for the head of the report."""
     if summary["validation_accuracy"] is None:

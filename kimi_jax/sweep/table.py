@@ -28,9 +28,14 @@ _FIELDS = (
     "validation_loss",
     "validation_bits_per_byte",
     "best_validation_bits_per_byte",
+    "beyond_loss",
+    "validation_accuracy",
+    "beyond_accuracy",
+    "learned_step",
     "train_loss",
     "max_violation_tail",
     "dead_experts",
+    "activation_max",
     "parameters",
     "seconds",
     "tokens_per_second",
@@ -39,7 +44,13 @@ _FIELDS = (
 _COLUMNS = (
     ("val loss (nats)", "validation_loss", "{:.4f}"),
     ("val bits per byte", "validation_bits_per_byte", "{:.4f}"),
+    ("loss beyond the training length", "beyond_loss", "{:.4f}"),
+    ("answers right", "validation_accuracy", "{:.3f}"),
+    ("beyond", "beyond_accuracy", "{:.3f}"),
+    ("99 % at step", "learned_step", "{:.0f}"),
     ("MaxVio, last tenth", "max_violation_tail", "{:.3f}"),
+    ("dead experts", "dead_experts", "{:.1f}"),
+    ("largest activation", "activation_max", "{:.1f}"),
     ("tokens per second", "tokens_per_second", "{:,.0f}"),
 )
 

@@ -36,6 +36,8 @@ def layer_metrics(step: int, rng: np.random.Generator) -> dict:
         "moe/dead_experts": np.maximum(0, 6 - depth - step // 4),
         "moe/bias_range": 0.4 * (1 - np.exp(-step / 30)) * (1 + 0.1 * depth),
         "moe/layer_index": depth + 1,
+        "moe/activation_max": 3.0 + depth + (step == STEPS // 2),
+        "mlp/activation_max": [math.nan if step == 1 else 2.5],
         "residual/weights": weights,
         "residual/entropy": entropy,
     }
@@ -145,6 +147,8 @@ def test_summary_holds_the_final_numbers(workdir):
     expected = violations[-STEPS // 10 :].mean(axis=0).max()
     assert summary["max_violation_tail"] == pytest.approx(expected, rel=1e-12)
     assert summary["dead_experts"] == 0
+    assert summary["activation_max"] == 3.0 + MOE_LAYERS
+    assert summary["beyond_loss"] == 1.25 and summary["beyond_accuracy"] is None
     expected = records[-1]["time"] - records[0]["time"]
     assert summary["seconds"] == pytest.approx(expected, abs=1e-6)
 
