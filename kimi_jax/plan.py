@@ -107,7 +107,8 @@ def make_plan(
     kept = shares(cfg, state)
     device = mesh.devices.flat[0]
     row = hardware.look_up(device.device_kind)
-    memory, traffic = _compile(lowered, kept, row)
+    arguments = sum(share.parameters + share.optimizer for share in kept)
+    memory, traffic = compile_lowered(lowered, arguments, row)
     done = time.monotonic()
     total = flops.step_flops(cfg)
     roofline = utilisation = None
@@ -133,10 +134,14 @@ def make_plan(
     )
 
 
-def _compile(
-    lowered: Any, kept: list[Share], row: hardware.Device | None
+def compile_lowered(
+    lowered: Any, arguments: int, row: hardware.Device | None
 ) -> tuple[Memory, dict[str, hlo.Collective] | None]:
-    """Memory and collectives; None for these if the compiler says it cannot fit."""
+    """Memory and collectives; None for these if the compiler says it cannot fit.
+
+    Args:
+      arguments: bytes that a device is given; all else is then called temporary.
+    """
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -144,7 +149,6 @@ def _compile(
         if refused is None:
             raise
         used, limit = (int(float(n) * 2**30) for n in refused.groups())
-        arguments = sum(share.parameters + share.optimizer for share in kept)
         return Memory(arguments, used - arguments, 0, 0, limit), None
     return memory_of(compiled, row), hlo.collective_bytes(compiled.as_text())
 

@@ -32,7 +32,7 @@ class Plan(NamedTuple):
     weights: int  # bytes on one device
     cache: dict[str, int]  # bytes on one device, by part
     memory: plan.Memory
-    collectives: dict[str, hlo.Collective]
+    collectives: dict[str, hlo.Collective] | None  # None: the compiler gave up
     least_seconds: float | None  # reading weights and cache once; None: unknown device
     compile_seconds: float
 
@@ -57,7 +57,6 @@ def make_plan(
         lowered = lower_decode(cfg, mesh, slots, length)
     else:
         lowered = lower_read(cfg, mesh, slots, length, chunk)
-    compiled = lowered.compile()
     device = mesh.devices.flat[0]
     row = hardware.look_up(device.device_kind)
     local = jax.tree.map(
@@ -68,7 +67,8 @@ def make_plan(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(variables_shape(cfg.model, mesh))
     )
-    seconds = None if row is None else (weights + sum(kept.values())) / row.bandwidth
+    given = weights + sum(kept.values())
+    memory, traffic = plan.compile_lowered(lowered, given, row)
     return Plan(
         program,
         slots,
@@ -78,9 +78,9 @@ def make_plan(
         dict(mesh.shape),
         weights,
         kept,
-        plan.memory_of(compiled, row),
-        hlo.collective_bytes(compiled.as_text()),
-        seconds,
+        memory,
+        traffic,
+        None if row is None else given / row.bandwidth,
         time.monotonic() - started,
     )
 
@@ -106,7 +106,7 @@ def rows(made: Plan) -> list[tuple[str, list[tuple[Any, ...]]]]:
     return [
         ("kept on a device", kept),
         ("memory of a device", plan.memory_rows(made.memory, "weights and cache")),
-        ("collectives", plan.collective_rows(made.collectives)),
+        ("collectives", plan.collective_rows(made.collectives or {})),
         ("time", timed),
     ]
 
@@ -114,6 +114,7 @@ def rows(made: Plan) -> list[tuple[str, list[tuple[Any, ...]]]]:
 def to_json(made: Plan) -> dict[str, Any]:
     """Everything in the plan, for programs."""
     memory = {**made.memory._asdict(), "used": made.memory.used}
-    traffic = {k: t._asdict() for k, t in made.collectives.items()}
-    fits = {"fits": made.memory.fits}
-    return made._asdict() | {"memory": memory | fits, "collectives": traffic}
+    values = made._asdict() | {"memory": memory | {"fits": made.memory.fits}}
+    if made.collectives is not None:
+        values["collectives"] = {k: t._asdict() for k, t in made.collectives.items()}
+    return values

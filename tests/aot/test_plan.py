@@ -1,6 +1,7 @@
 """Plans for slices that are not here."""
 
 from kimi_jax import hardware, plan, sharding, topology
+from kimi_jax.infer import plan as infer_plan
 from tests import tiny
 
 
@@ -25,3 +26,13 @@ def test_what_the_compiler_refuses_is_a_plan_with_advice():
     assert "--config.train.micro_batches=1024" in plan.advice(cfg, found)[0]
     assert "DOES NOT FIT" in str(plan.rows(cfg, found))
     assert plan.to_json(found)["collectives"] is None
+
+
+def test_a_cache_that_does_not_fit_is_a_plan_too():
+    cfg = tiny.make("model.num_layers=1", "model.attention=gqa")
+    mesh = sharding.make_mesh(cfg, topology.devices("v5e:2x2")[:1])
+    sizes = {"slots": 64, "length": 2**22, "chunk": 256}
+    found = infer_plan.make_plan(cfg, mesh, "decode", **sizes)
+    assert found.memory.fits is False and found.collectives is None
+    assert "DOES NOT FIT" in str(infer_plan.rows(found))
+    assert infer_plan.to_json(found)["memory"]["fits"] is False
