@@ -18,7 +18,7 @@ NO_MOE = f"{ONE_LAYER} model.ffn.num_dense_layers=2"
 MODELS = {
     # Two equal blocks of two equal layers: both scans repeat.
     "folded": "model.num_layers=4 model.attention=kda model.residual.block_size=2 "
-    "model.ffn.num_dense_layers=0",
+    "model.ffn.num_dense_layers=4",
     # Two equal blocks, each of two equal layers and a third.
     "runs_in_a_block": "model.attention=gqa,gqa,mla model.ffn.num_dense_layers=6",
     "blocks_in_a_body": "model.attention=gqa,mla model.residual.block_size=1 "
@@ -63,7 +63,7 @@ def test_scans_equal_the_unrolled_model_in_float64(name):
             return loss(unrolled.forward(model, variables, TOKENS, SEGMENTS))
 
         got = jax.jit(jax.value_and_grad(scanned))(variables)
-        want = jax.value_and_grad(plain)(variables)
+        want = jax.jit(jax.value_and_grad(plain))(variables)
         largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(want))
         chex.assert_trees_all_close(got, want, rtol=1e-12, atol=1e-12 * largest)
         for key, grad in canonical.flatten(model, got[1]["params"]).items():
