@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kimi_jax import sharding
+from kimi_jax import config_rules_rl, sharding
 from kimi_jax.config import (
     Alerts,
     Balancing,
@@ -30,6 +30,14 @@ _ALERTS = tuple(
     for field in dataclasses.fields(Alerts)
     if field.name not in ("window", "stop")
 )
+_SHARES = (
+    "load_entropy",
+    "throughput_drop",
+    "data_wait",
+    "effective_samples",
+    "zero_variance",
+    "environment_errors",
+)
 
 
 def check(config: Config) -> list[str]:
@@ -46,6 +54,7 @@ def check(config: Config) -> list[str]:
     problems += _mixtures(config.data)
     problems += _cluster(config.cluster)
     problems += _monitor(config)
+    problems += config_rules_rl.check(config)
     return problems
 
 
@@ -312,11 +321,11 @@ def _train(train: Train) -> Iterator[str]:
 
 
 def _alerts(alerts: Alerts) -> Iterator[str]:
-    for name in ("load_entropy", "throughput_drop", "data_wait"):
+    for name in _SHARES:
         share = getattr(alerts, name)
         if share is not None and not 0.0 < share < 1.0:
             yield f"config.alerts.{name}={share}: a share between 0 and 1, or none"
-    for name in ("bias_update", "loss_spike"):
+    for name in ("bias_update", "loss_spike", "policy_kl", "mismatch"):
         limit = getattr(alerts, name)
         if limit is not None and not limit > 0.0:
             yield f"config.alerts.{name}={limit}: must be positive, or none"

@@ -12,7 +12,8 @@ from kimi_jax import config, sharding
 from kimi_jax.interop import mxfp4, to_native
 from kimi_jax.interop.entries import InteropError
 from kimi_jax.interop.load import load_model
-from kimi_jax.train import checkpoint, loop
+from kimi_jax.train import checkpoint, loop, session
+from kimi_jax.train.step import init_state
 from tests import tiny
 from tests.interop import goldens
 
@@ -69,15 +70,15 @@ def test_a_run_starts_from_a_release(tmp_path):
         cfg, model=model, train=dataclasses.replace(cfg.train, init_from=str(folder))
     )
     transform = loop.make_transform(cfg)
-    source = loop._start_source(cfg, tmp_path)
+    source = session.start_source(cfg, tmp_path)
     with checkpoint.Checkpointer(tmp_path, cfg, {}) as checkpoints:
         notes = _Notes()
         mesh = sharding.make_mesh(cfg)
-        state = loop._first_state(cfg, mesh, transform, checkpoints, notes, source)
+        state = session.first_state(cfg, mesh, transform, checkpoints, notes, source)
     assert int(state.step) == 0
     same(state.params, variables["params"])
     same(state.balance, variables["balance"])
-    fresh = jax.eval_shape(lambda: loop.init_state(cfg, transform))
+    fresh = jax.eval_shape(lambda: init_state(cfg, transform))
     assert jax.tree.structure(state) == jax.tree.structure(fresh)
     moments = [x for x in jax.tree.leaves(state.optimizer) if x.ndim > 2]
     assert moments and not any(np.any(x) for x in moments)
