@@ -243,6 +243,7 @@ def rl() -> dict:
         "max_calls": None,
         "max_seconds": None,
         "slots": 32,
+        "decode_steps": 8,
         "temperature": 1.0,
         "top_p": 1.0,
         "advantage": "mean",

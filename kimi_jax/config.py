@@ -331,6 +331,7 @@ class RL:
     max_calls: int | None
     max_seconds: float | None  # a trajectory that takes longer ends; None: never
     slots: int  # trajectories that are written at one time
+    decode_steps: int  # most tokens of a call, after which finished turns are answered
     temperature: float
     top_p: float
     advantage: Literal["mean", "mean_std", "leave_one_out", "none"]

@@ -18,6 +18,7 @@ _SIZES = (
     "max_tokens",
     "max_calls",
     "slots",
+    "decode_steps",
     "length_budget",
     "segment",
     "eval_tasks",
@@ -163,11 +164,6 @@ def _distances(rl: RL) -> Iterator[str]:
         yield (
             f"config.rl.kl_weight={rl.kl_weight}: kl_to='' names no reference; use "
             "'start', or a checkpoint"
-        )
-    if rl.kl_weight and rl.teacher:
-        yield (
-            f"config.rl.kl_weight={rl.kl_weight}: the policy can follow one other "
-            "model, and that is the teacher; use kl_weight=0, or teacher=''"
         )
     if not 0.0 <= rl.reuse < 1.0:
         yield f"config.rl.reuse={rl.reuse}: a share of a batch, in [0, 1)"

@@ -71,10 +71,6 @@ def test_bad_override(override, words):
         (("rl.kl_weight=0.1", "rl.kl_to="), "names no reference"),
         (("rl.replay_routes=true", "model.ffn.num_dense_layers=6"), "no experts"),
         (("rl.segment=16", "mesh.context=2"), "split over config.mesh.context=2"),
-        (
-            ("rl.kl_weight=0.1", "rl.teacher=x", "rl.distill_weight=1.0"),
-            "can follow one other model",
-        ),
     ],
 )
 def test_fields_that_do_not_go_together(overrides, words):

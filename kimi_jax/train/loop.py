@@ -40,7 +40,7 @@ from kimi_jax.train.batch import Share, share_of_rows
 from kimi_jax.train.checkpoint import Checkpointer
 from kimi_jax.train.evaluate import Evaluator
 from kimi_jax.train.interrupt import Interrupt
-from kimi_jax.train.nonfinite import GuardedStep
+from kimi_jax.train.nonfinite import GuardedStep, text_feed
 from kimi_jax.train.profile import Profiler
 from kimi_jax.train.program import lower_train_step
 from kimi_jax.train.session import (
@@ -256,7 +256,13 @@ def _compile(run: _Run, state: State) -> tuple[GuardedStep, Evaluator]:
     compiled = lowered.compile()
     traced = run.profiler.around(compiled, int(state.step))
     take_step = GuardedStep(
-        traced, run.cfg, run.mesh, run.folder, run.metrics, run.progress, run.share
+        traced,
+        run.cfg,
+        run.mesh,
+        run.folder,
+        run.metrics,
+        run.progress,
+        text_feed(run.mesh, run.share),
     )
     evaluate = Evaluator(run.cfg, run.data, run.mesh, state)
     run.progress.note(f"compiled in {time.monotonic() - started:.1f} s")

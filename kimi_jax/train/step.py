@@ -215,16 +215,23 @@ def _without_update(policy: str, state: State, new: State) -> State:
 
 def restart_clock(state: State) -> State:
     """The state at the start of another schedule: its step is 0, its moments stay."""
+    return move_clock(state, 0)
 
-    def zero(x: jax.Array) -> jax.Array:
-        return jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
+
+def move_clock(state: State, step: int) -> State:
+    """The state as if `step` steps were done; parameters and moments stay."""
+
+    def set_to(x: jax.Array) -> jax.Array:
+        return jax.device_put(np.full(x.shape, step, x.dtype), x.sharding)
 
     optimizer = jax.tree.map(
-        lambda node: node._replace(count=zero(node.count)) if _is_clock(node) else node,
+        lambda node: (
+            node._replace(count=set_to(node.count)) if _is_clock(node) else node
+        ),
         state.optimizer,
         is_leaf=_is_clock,
     )
-    return state._replace(step=zero(state.step), optimizer=optimizer)
+    return state._replace(step=set_to(state.step), optimizer=optimizer)
 
 
 def _is_clock(node: Any) -> bool:
