@@ -130,6 +130,8 @@ def apply(
     remat: str = "none",
     observe: bool = False,
     max_logits: bool = False,
+    routes: bool = False,
+    routes_BTLA: jax.Array | None = None,
 ) -> Forward:
     """The forward pass.
 
@@ -145,9 +147,16 @@ def apply(
         `stats` is empty and they cost nothing.
       max_logits: softmax attention also reports max_logit_H, the largest logit of each
         head over the batch, among the statistics. Takes `observe`.
+      routes: stats also hold the experts of every token, as in `extend`.
+      routes_BTLA: int, experts that the layers with experts, in order of depth, are to
+        use; their weights come from the scores of here. A token whose A are all
+        num_experts chooses freely. None: all do.
     """
     asked = {"stats": observe, attend.MAX_LOGITS: observe and max_logits}
+    asked[moe.ROUTES] = routes
     collections = tuple(name for name, wanted in asked.items() if wanted)
+    if routes_BTLA is not None:
+        variables = variables | {moe.REPLAY: _replay(model, routes_BTLA)}
     depth = _Depth(model, segment_ids_BT, remat, collections)
     return depth.run(variables, tokens_BT, features_BMD, {})[0]
 
@@ -337,6 +346,23 @@ def _init(module: nn.Module, key: jax.Array, *inputs: Any) -> Variables:
 def _sub(variables: Variables, name: str) -> Variables:
     """The variables of the child `name`, in every collection that has some."""
     return {c: tree[name] for c, tree in variables.items() if name in tree}
+
+
+def _replay(model: Model, routes_BTLA: jax.Array) -> Variables:
+    """routes_BTA of every layer with experts, stacked as their parameters are."""
+    places = [p for p in layout.places(layout.plan(model)) if p.kind == "moe"]
+    if len(places) != routes_BTLA.shape[2]:
+        raise ValueError(
+            f"routes_BTLA has shape {routes_BTLA.shape}, and the model has "
+            f"{len(places)} layers with experts; give each its own, in order of depth"
+        )
+    stacked: Variables = {moe.REPLAY: {}}
+    _scatter(
+        stacked,
+        {moe.REPLAY: {"moe": {"routes_BTA": jnp.moveaxis(routes_BTLA, 2, 0)}}},
+        places,
+    )
+    return stacked[moe.REPLAY]
 
 
 def _put(memory: Variables, name: str, new: Variables) -> Variables:
