@@ -1,0 +1,168 @@
+"""The acting half of an iteration: environments, a generator, and where they run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from kimi_jax import config, sharding
+from kimi_jax.config import RL, Config
+from kimi_jax.data.store import check_vocabulary
+from kimi_jax.data.tokenizer_files import load_tokenizer
+from kimi_jax.environments import specs
+from kimi_jax.environments.environment import Environment, Task, seed_of
+from kimi_jax.environments.format import Format, make_format
+from kimi_jax.errors import UserError
+from kimi_jax.infer.generator import Generator
+from kimi_jax.infer.sampling import Sampling
+from kimi_jax.rl.rollout import Limits, Rollouts
+from kimi_jax.rl.trajectory import Trajectory
+from kimi_jax.tasks.specs import Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """The environments of a run and their language."""
+
+    form: Format
+    cells: tuple[Spec, ...]  # a difficulty and a length each
+
+    def environment(self, task: Task) -> Environment:
+        return specs.make_of(task, self.form)
+
+
+def make_world(cfg: Config, environments: Sequence[str]) -> World:
+    """The environments that specs name.
+
+    Raises:
+      UserError: all that cannot be made, with the fix.
+    """
+    tokenizer = load_tokenizer(cfg.data.tokenizer)
+    check_vocabulary(tokenizer, cfg.model.vocab_size)
+    form = make_format(tokenizer)
+    cells = specs.parse_list(environments)
+    problems = []
+    for cell in cells:
+        try:
+            specs.make(cell, form)
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n  - ".join(["these tasks cannot be played:", *problems]))
+    return World(form, tuple(cells))
+
+
+def rollout_mesh(cfg: Config, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    """Where trajectories are written: on the devices after those of `mesh`, or on it.
+
+    Raises:
+      UserError: too few devices, or sizes that do not divide what they split.
+    """
+    rl = cfg.rl
+    assert rl is not None
+    sizes = cfg.mesh if rl.rollout_mesh is None else rl.rollout_mesh
+    train = dataclasses.replace(
+        cfg.train, batch_size=rl.slots, micro_batches=1, seq_len=rl.max_tokens
+    )
+    as_rows = dataclasses.replace(cfg, mesh=sizes, train=train)
+    if rl.rollout_mesh is None:
+        _check_slots(rl, sharding.row_shards(mesh))
+        return mesh
+    devices = jax.devices()
+    learner = mesh.size
+    needed = int(np.prod(dataclasses.astuple(rl.rollout_mesh)))
+    if learner + needed > len(devices):
+        raise UserError(
+            f"config.rl.rollout_mesh: {needed} devices after the {learner} of "
+            f"config.mesh, and there are {len(devices)}; use fewer for either, or "
+            "--config.rl.rollout_mesh=none to share them"
+        )
+    made = sharding.make_mesh(as_rows, devices[learner:])
+    _check_slots(rl, sharding.row_shards(made))
+    return made
+
+
+def on_mesh(variables: Any, mesh: jax.sharding.Mesh) -> Any:
+    """{"params", "balance"} as they lie on `mesh`; a copy only if they lie elsewhere."""
+    return jax.device_put(variables, sharding.state_shardings(mesh, variables))
+
+
+def make_generator(
+    cfg: Config, rl: RL, variables: Any, mesh: jax.sharding.Mesh
+) -> Generator:
+    """With a slot for every trajectory that is written at one time."""
+    return Generator(
+        cfg.model,
+        variables,
+        slots=rl.slots,
+        length=rl.max_tokens,
+        mesh=mesh,
+        decode_steps=rl.decode_steps,
+        routes="moe" in config.ffn_kinds(cfg.model),
+    )
+
+
+def make_rollouts(
+    rl: RL, world: World, generator: Generator, sampling: Sampling, seed: int
+) -> Rollouts:
+    """`Rollouts` within the limits of the config."""
+    return Rollouts(
+        generator,
+        world.environment,
+        Limits(
+            turn_tokens=rl.turn_tokens,
+            max_turns=rl.max_turns,
+            max_tokens=rl.max_tokens,
+            max_calls=rl.max_calls,
+            seconds=rl.max_seconds,
+        ),
+        sampling,
+        ((world.form.end,),),
+        seed,
+    )
+
+
+def held_out(cell: Spec, seed: int, count: int) -> list[Task]:
+    """Tasks of a cell that training never draws."""
+    return [
+        specs.task_of(cell, seed_of("evaluation", seed, index))
+        for index in range(count)
+    ]
+
+
+def play(
+    cfg: Config,
+    rl: RL,
+    world: World,
+    variables: Any,
+    mesh: jax.sharding.Mesh,
+    tasks: Sequence[Task],
+    sampling: Sampling,
+) -> list[Trajectory]:
+    """Each task once, to its end, in the order of the tasks.
+
+    In slots of its own: trajectories that live elsewhere go on undisturbed.
+    """
+    whole = dataclasses.replace(rl, max_calls=None)
+    generator = make_generator(cfg, whole, variables, mesh)
+    rollouts = make_rollouts(whole, world, generator, sampling, cfg.evaluation.seed)
+    done = rollouts.run(tasks, group_size=1, version=0)
+    return sorted(done, key=lambda trajectory: trajectory.group)
+
+
+def _check_slots(rl: RL, rows: int) -> None:
+    if rl.slots % rows:
+        raise UserError(
+            f"config.rl.slots={rl.slots}: the mesh splits them into {rows} parts; use "
+            f"slots={-(-rl.slots // rows) * rows}"
+        )
+    if rl.slots // rows < rl.group_size:
+        raise UserError(
+            f"config.rl.slots={rl.slots}: {rl.slots // rows} in each of {rows} parts, "
+            f"and a group of {rl.group_size} lies in one; use slots="
+            f"{rows * rl.group_size} or more"
+        )
