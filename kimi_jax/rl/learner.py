@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import time
 from collections.abc import Sequence
@@ -32,7 +33,6 @@ from kimi_jax.rl.experience import (
     experience_shape,
     make_experience,
     on_mesh,
-    values_of,
 )
 from kimi_jax.rl.health import mean_of
 from kimi_jax.rl.step import make_rl_step, make_score
@@ -93,7 +93,7 @@ class Learner:
         self,
         state: State,
         trajectories: Sequence[Trajectory],
-        credit: Sequence[np.ndarray],
+        credit: Sequence[Any],
         version: int,
     ) -> tuple[State, Learned]:
         """Take an iteration's steps.
@@ -107,15 +107,10 @@ class Learner:
         """
         started, first = time.monotonic(), int(state.step)
         last = first + self._rl.steps_per_iteration
-        packed = make_experience(
-            trajectories,
-            credit,
-            self._cfg.train.seq_len,
-            self._cfg.train.batch_size,
-            batches=self._rl.steps_per_iteration,
-            replay=self._replay,
-        )
-        batches, numbers = self._scores(state, trajectories, packed, version)
+        packed = self._pack(trajectories, credit)
+        old, batches, numbers = self._scores(state, packed)
+        aged = self._pack([_versions(one) for one in trajectories], credit)
+        numbers |= _mismatch(packed, aged, old, version)
         state, seen, loads = self._steps(state, first, batches)
         if int(state.step) != last:
             # The schedule of the rate goes by what was planned, not by what was there.
@@ -130,14 +125,23 @@ class Learner:
         record = self._record(state, seen, loads)
         return state, Learned(packed.left, len(seen), numbers, record)
 
+    def _pack(
+        self, trajectories: Sequence[Trajectory], credit: Sequence[Any]
+    ) -> Packed:
+        return make_experience(
+            trajectories,
+            credit,
+            self._cfg.train.seq_len,
+            self._cfg.train.batch_size,
+            batches=self._rl.steps_per_iteration,
+            replay=self._replay,
+        )
+
     def _scores(
-        self,
-        state: State,
-        trajectories: Sequence[Trajectory],
-        packed: Packed,
-        version: int,
-    ) -> tuple[list[Experience], dict[str, Any]]:
-        """The batches that teach something, scored; how sampler and learner agree."""
+        self, state: State, packed: Packed
+    ) -> tuple[list[np.ndarray], list[Experience], dict[str, Any]]:
+        """Log-probabilities of all batches; those that teach something, scored; how
+        far sampler and learner choose the same experts."""
         old, overlap, batches = [], [], []
         for batch in packed.batches:
             sampled = batch.routes_BTLA
@@ -150,10 +154,8 @@ class Learner:
                 overlap.append(shares["slots"])
             if batch.weights_BT.any():
                 batches.append(batch._replace(old_BT=scored, **self._reference(batch)))
-        numbers = _mismatch(trajectories, packed, old, version)
-        if overlap:
-            numbers["routing_overlap"] = float(np.mean(overlap))
-        return batches, numbers
+        numbers = {"routing_overlap": float(np.mean(overlap))} if overlap else {}
+        return old, batches, numbers
 
     def _under(
         self, params: Any, balance: Any, batch: Experience, score: Any = None
@@ -294,25 +296,23 @@ def _as_text(placed: Experience) -> Batch:
     )
 
 
+def _versions(one: Trajectory) -> Trajectory:
+    """With versions for log-probabilities, so that rows of them can be made."""
+    pairs = zip(one.versions, one.logprobs, strict=True)
+    return dataclasses.replace(
+        one, logprobs=[v if math.isfinite(x) else x for v, x in pairs]
+    )
+
+
 def _mismatch(
-    trajectories: Sequence[Trajectory],
-    packed: Packed,
-    scored: Sequence[np.ndarray],
-    version: int,
+    packed: Packed, aged: Packed, scored: Sequence[np.ndarray], version: int
 ) -> dict[str, float]:
     """Of tokens that the policy of now has drawn; older ones differ rightly."""
-    sampler: list[float] = []
-    learner: list[float] = []
-    for index, parts in values_of(trajectories, packed, scored).items():
-        one = trajectories[index]
-        again = np.concatenate(parts).tolist()
-        for was, now, at in zip(one.logprobs, again, one.versions, strict=True):
-            if at == version:
-                sampler.append(was)
-                learner.append(now)
-    gaps = agreement.agreement(
-        np.array(sampler), np.array(learner), np.ones(len(sampler))
-    )
+    found = [
+        (was.behaviour_BT, now_BT, was.weights_BT * (old.behaviour_BT == version))
+        for was, old, now_BT in zip(packed.batches, aged.batches, scored, strict=True)
+    ]
+    gaps = agreement.agreement(*map(np.stack, zip(*found, strict=True)))
     return {
         "mismatch": gaps["gap_mean"],
         "mismatch_max": gaps["gap_max"],

@@ -1,0 +1,142 @@
+"""A run of reinforcement learning: resuming is exact, and what goes wrong says so."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from configs import common
+from kimi_jax import config_io
+from kimi_jax.errors import UserError
+from kimi_jax.monitor.metrics import read_metrics
+from kimi_jax.rl import archive, loop, storage
+from kimi_jax.rl.rollout import Rollouts
+from kimi_jax.train import checkpoint_files
+from kimi_jax.train.session import Interrupted
+from tests import tiny
+
+# One layer of each kind of attention, as states and pages are both to be kept.
+SMALL = (
+    "model.num_layers=2",
+    "model.attention=kda,mla",
+    "model.residual.kind=additive",
+    "model.residual.block_size=1",
+    "optimizer.kind=adamw",
+)
+# Free, as they change no number of a run.
+NUMBERS = ("success", "reward", "policy_kl", "mismatch", "tokens", "entropy")
+
+
+def make(*overrides):
+    values = tiny.values()
+    values.data.sources = ("episodes:tools:length=96",)
+    values.rl = common.rl()
+    values.rl.update(
+        environments=("tools:difficulty=1:length=96",),
+        iterations=3,
+        groups=2,
+        group_size=3,
+        turn_tokens=6,
+        max_turns=3,
+        max_tokens=97,
+        max_calls=8,
+        slots=4,
+        decode_steps=4,
+        eval_tasks=2,
+        max_staleness=3,
+        reuse=0.25,
+    )
+    values.train.update(
+        steps=3, seq_len=96, batch_size=4, eval_every=3, checkpoint_every=1
+    )
+    return config_io.from_dict(values, [*SMALL, *overrides])
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Trains with overrides in a workdir below `tmp_path`; returns the workdir."""
+
+    def start(name, *overrides):
+        with open(os.devnull, "w") as quiet:
+            console = Console(file=quiet)
+            loop.reinforce(make(*overrides), str(tmp_path / name), console=console)
+        return tmp_path / name
+
+    return start
+
+
+def stored(workdir):
+    """Canonical arrays of the newest checkpoint, and what is beside them."""
+    folder = checkpoint_files.find(workdir)
+    flat = checkpoint_files.read_arrays(folder, checkpoint_files.stored_arrays(folder))
+    kept = storage.from_bytes(checkpoint_files.read_extra(folder))
+    for member in kept["rollouts"]["members"]:
+        del member["seconds"]
+    return {k: np.asarray(x) for k, x in flat.items()}, storage.to_bytes(kept)
+
+
+def curve(workdir):
+    """What an iteration comes to, wall times apart."""
+    records = [r for r in read_metrics(workdir / "metrics.jsonl") if "rl" in r]
+    return [
+        {k: v for k, v in r["rl"].items() if not k.endswith(("seconds", "per_second"))}
+        for r in records
+    ]
+
+
+def interrupt_in(monkeypatch, iteration):
+    """Ctrl-C while trajectories are written."""
+    play, calls = Rollouts.run, []
+
+    def interrupted(self, *arguments, **options):
+        if options["version"] == iteration and options["group_size"] > 1:
+            calls.append(os.kill(os.getpid(), signal.SIGINT))
+        return play(self, *arguments, **options)
+
+    monkeypatch.setattr(Rollouts, "run", interrupted)
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_resumes_to_the_same_bits(run, monkeypatch):
+    whole = run("whole")
+    # Saving as such changes nothing either.
+    with monkeypatch.context() as patch:
+        interrupt_in(patch, 1)
+        with pytest.raises(Interrupted, match="SIGINT after step 2") as caught:
+            run("parts", "train.checkpoint_every=9")
+    assert caught.value.exit_code == 130
+    parts = run("parts", "train.checkpoint_every=9")
+    (want, beside), (got, also) = stored(whole), stored(parts)
+    assert want.keys() == got.keys() and int(got["step"]) == 3
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+    assert beside == also and b"tools" in beside
+    assert curve(parts) == curve(whole)
+    trained = [r for r in curve(whole) if "iteration" in r]
+    assert [r["iteration"] for r in trained] == [1, 2, 3]
+    # Trajectories were cut in the middle and went on: the point of the test.
+    assert all(r["unfinished"] > 0 for r in trained)
+    assert trained[-1]["staleness"] > 0 and trained[-1]["optimizer_steps"] > 0
+    assert max(r["mismatch"] for r in trained if "mismatch" in r) < 1e-4
+    for iteration in archive.iterations(whole):
+        assert archive.read(parts, iteration) == archive.read(whole, iteration)
+    summary = json.loads((parts / "summary.json").read_text())
+    assert summary["success_on"] == "held-out tasks" and summary["iterations"] == 3
+    assert "## Reinforcement learning" in (parts / "report.md").read_text()
+    with pytest.raises(UserError, match=r"config.rl.groups: 2 in the workdir, 3 now"):
+        run("parts", "train.checkpoint_every=9", "rl.groups=3")
+
+
+def test_what_cannot_run_is_refused_before_anything_is_written(run, tmp_path):
+    for override, words in (
+        ("rl=none", "experiments.train for supervised training"),
+        ("rl.environments=tool", "did you mean"),
+        ("rl.environments=tools:length=8", "raise length to"),
+        ("data.tokenizer=symbols:9", "tokenizer"),
+    ):
+        with pytest.raises(UserError, match=words):
+            run("refused", override)
+    assert not (tmp_path / "refused").exists()
