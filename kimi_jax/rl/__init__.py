@@ -1,0 +1,1 @@
+"""Reinforcement learning on trajectories of many turns."""
