@@ -270,7 +270,7 @@ def rl() -> dict:
             "target_high": 0.8,
             "floor": 0.2,
             "ema": 0.8,
-            "length_threshold": None,
+            "length_threshold": 0.0,
         },
         "rollout_mesh": None,
         "eval_tasks": 16,

@@ -1,4 +1,4 @@
-r"""Learn from trajectories: python -m experiments.rl --config=configs/X.py --workdir=DIR
+r"""Learn by acting: python -m experiments.rl --config=configs/X.py --workdir=DIR
 
     --config=configs/rl_tools.py --config.train.init_from=runs/warm --workdir=runs/rl
 

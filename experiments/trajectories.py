@@ -36,7 +36,9 @@ flags.DEFINE_string("html", None, "file for a page; left out: print")
 def main(overrides: list[str]) -> None:
     given, console = flags.FLAGS, Console()
     if overrides:
-        raise UserError(f"--config.{overrides[0]}: this command reads, it has no config")
+        raise UserError(
+            f"--config.{overrides[0]}: this command reads, it has no config"
+        )
     folder = pathlib.Path(given.workdir)
     cfg = workdir.load_config(folder)
     found = archive.iterations(folder)

@@ -303,8 +303,8 @@ class TaskSampling:
     target_high: float
     floor: float  # share of the draws that goes evenly to all tasks, hard ones too
     ema: float  # share of the old success rate that is kept at an update
-    # Longer tasks join when the shorter ones succeed this often; None: at once.
-    length_threshold: float | None
+    # Success of the next shorter tasks that unlocks longer ones; 0: all from the start.
+    length_threshold: float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -89,10 +89,10 @@ def _rollouts(rl: RL, config: Config) -> Iterator[str]:
             f"config.rl.turn_tokens={rl.turn_tokens}: more than max_tokens="
             f"{rl.max_tokens}; a turn has to fit into its trajectory"
         )
-    if rl.slots < rl.group_size:
+    if rl.slots == 1 and rl.group_size > 1:
         yield (
-            f"config.rl.slots={rl.slots}: a group is forked from one prompt and needs "
-            f"group_size={rl.group_size} slots; use slots={rl.group_size} or more"
+            "config.rl.slots=1: a prompt and a member of its group lie side by side; "
+            "use at least 2"
         )
     length = config.train.seq_len
     if rl.max_tokens > length + 1:
@@ -178,10 +178,10 @@ def _distances(rl: RL) -> Iterator[str]:
 def _sampler(rl: RL) -> Iterator[str]:
     where, sampler = "config.rl.sampler", rl.sampler
     low, high = sampler.target_low, sampler.target_high
-    if not 0.0 <= low < high <= 1.0:
+    if not 0.0 < low <= high < 1.0:
         yield (
             f"{where}.target_low={low}, target_high={high}: must be success rates with "
-            "0 <= target_low < target_high <= 1"
+            "0 < target_low <= target_high < 1"
         )
     if not 0.0 < sampler.floor <= 1.0:
         yield (
@@ -191,8 +191,8 @@ def _sampler(rl: RL) -> Iterator[str]:
     if not 0.0 <= sampler.ema < 1.0:
         yield f"{where}.ema={sampler.ema}: must be in [0, 1); 0 keeps no history"
     threshold = sampler.length_threshold
-    if threshold is not None and not 0.0 < threshold <= 1.0:
+    if not 0.0 <= threshold <= 1.0:
         yield (
-            f"{where}.length_threshold={threshold}: a success rate in (0, 1], or none "
-            "to draw all lengths from the start"
+            f"{where}.length_threshold={threshold}: a success rate; 0 draws all "
+            "lengths from the start"
         )

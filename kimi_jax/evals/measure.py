@@ -24,6 +24,7 @@ from kimi_jax.evals.cells import SPEED, TEXT, Cell
 from kimi_jax.evals.score import Scorer
 from kimi_jax.infer.sampling import Sampling
 from kimi_jax.rl import health, players
+from kimi_jax.rl.task_sampler import held_out
 from kimi_jax.sharding import row_shards
 from kimi_jax.tasks.example import digest, draw
 from kimi_jax.train.evaluate import evaluate_length
@@ -111,7 +112,7 @@ class Measure:
             cfg.rl, max_tokens=most, slots=-(-slots // rows) * rows
         )
         world = players.make_world(cfg, [str(cell.world)])
-        tasks = players.held_out(cell.world, evaluation.seed, evaluation.examples)
+        tasks = held_out(world.cells, evaluation.examples, evaluation.seed)
         sampling = Sampling(cell.spec.dials["temperature"])
         played = players.play(
             cfg, limits, world, self._variables, self._mesh, tasks, sampling

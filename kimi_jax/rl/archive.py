@@ -35,8 +35,8 @@ def write(
     """Write the trajectories of an iteration, or `keep` of them, evenly spread."""
     chosen: Sequence[Entry] = entries
     if keep is not None and keep < len(entries):
-        at = np.linspace(0, len(entries) - 1, keep).round().astype(int) if keep else []
-        chosen = [entries[i] for i in at]
+        at = np.linspace(0, len(entries) - 1, keep).round().astype(int)
+        chosen = [entries[i] for i in at.tolist()]
     if not chosen:
         return
     folder = workdir / FOLDER

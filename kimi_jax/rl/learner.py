@@ -1,8 +1,8 @@
 """The learning half of an iteration: rows, scores, optimizer steps, what they showed.
 
-    trajectories -> rows of `train.batch_size` x `train.seq_len`
-                 -> log-probabilities under the policy of now, the reference, the teacher
-                 -> `rl.steps_per_iteration` optimizer steps, each on rows of its own
+trajectories -> rows of `train.batch_size` x `train.seq_len`
+             -> log-probabilities under the policy of now, the reference, the teacher
+             -> `rl.steps_per_iteration` optimizer steps, each on rows of its own
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Learner:
                 batch = batch._replace(routes_BTLA=None)
             scored, routes = self._under(state.params, state.balance, batch)
             old.append(scored)
-            if routes is not None and not self._rl.replay_routes:
+            if routes is not None and self._replay and not self._rl.replay_routes:
                 shares = agreement.routing_overlap(sampled, routes, self._replay[2])
                 overlap.append(shares["slots"])
             if batch.weights_BT.any():
@@ -160,7 +160,7 @@ class Learner:
     def _under(
         self, params: Any, balance: Any, batch: Experience, score: Any = None
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """(log-probabilities, experts) of a batch under some parameters, on the host."""
+        """(log-probabilities, experts) of a batch under these parameters."""
         with jax.set_mesh(self._mesh):
             logprob_BT, _, routes_BTLA = (score or self._score)(
                 params, balance, on_mesh(batch, self._rows)
@@ -204,7 +204,9 @@ class Learner:
                 f"{model.vocab_size} tokens, that of config.model "
                 f"{self._cfg.model.vocab_size}; they need the same tokenizer"
             )
-        return variables, jax.jit(make_score(dataclasses.replace(self._cfg, model=model)))
+        return variables, jax.jit(
+            make_score(dataclasses.replace(self._cfg, model=model))
+        )
 
     def _start(self) -> tuple[Any, Any]:
         """The reference: where the run began, or another checkpoint."""

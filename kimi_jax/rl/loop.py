@@ -34,6 +34,7 @@ from kimi_jax.rl.learner import Learner
 from kimi_jax.rl.memory import Memory
 from kimi_jax.rl.players import World
 from kimi_jax.rl.rollout import Rollouts
+from kimi_jax.rl.task_sampler import held_out
 from kimi_jax.train import first_screen, optimizer, workdir
 from kimi_jax.train.alarm import Alarm, Alarmed, stop_message
 from kimi_jax.train.checkpoint import Checkpointer
@@ -96,9 +97,7 @@ def reinforce(cfg: Config, path: str, *, console: Console, command: str = "") ->
         learner = Learner(cfg, mesh, transform, folder, metrics, progress)
         generator = players.make_generator(cfg, rl, _variables(state, acting), acting)
         sampling = Sampling(rl.temperature, top_p=rl.top_p)
-        rollouts = players.make_rollouts(
-            rl, world, generator, sampling, cfg.train.seed
-        )
+        rollouts = players.make_rollouts(rl, world, generator, sampling, cfg.train.seed)
         memory = Memory(rl, world.cells, cfg.train.seed)
         if first:
             kept = storage.from_bytes(checkpoints.restore_extra())
@@ -176,7 +175,7 @@ def _iteration(run: _Run, state: State) -> tuple[State, Record]:
     numbers = health.rollout_health(finished, memory.version) | lesson.numbers
     memory.learned(lesson, learned.left)
     rollouts.generator.variables = _variables(state, run.acting)
-    archive.write(run.folder, iteration, lesson.archived, rl.keep_trajectories)
+    archive.write(run.folder, iteration, lesson.finished, rl.keep_trajectories)
     numbers |= learned.numbers | {
         "iteration": iteration + 1,
         "optimizer_steps": learned.steps,
@@ -202,7 +201,7 @@ def _evaluate(run: _Run, state: State, step: int) -> None:
         run.world,
         _variables(state, run.acting),
         run.acting,
-        [t for c in cells for t in players.held_out(c, seed, run.rl.eval_tasks)],
+        held_out(cells, run.rl.eval_tasks, seed),
         Sampling(run.rl.temperature, top_p=run.rl.top_p),
     )
     numbers = health.rollout_health(played, 0)
@@ -262,9 +261,16 @@ def _section(cfg: Config) -> RL:
 def _identity(rl: RL, world: World) -> dict[str, str]:
     """What a resumed run must be given again."""
     return {
-        "environments": ", ".join(map(str, world.cells)),
+        "environments": ", ".join(_names(world)),
         "tokenizer": world.form.tokenizer.fingerprint,
     }
+
+
+def _names(world: World) -> list[str]:
+    return [
+        f"{cell.environment}:difficulty={cell.difficulty}:length={cell.length}"
+        for cell in world.cells
+    ]
 
 
 def _about(cfg: Config, first: int, command: str) -> dict[str, Any]:
@@ -293,7 +299,7 @@ def _show(
     where = "the same devices" if acting is mesh else sharding.describe(acting)
     trajectories = rl.groups * rl.group_size
     rows: list[tuple[str, Any]] = [
-        ("tasks", ", ".join(map(str, world.cells))),
+        ("tasks", ", ".join(_names(world))),
         ("rewards", rl.rewards),
         ("an iteration", f"{rl.groups} groups of {rl.group_size} trajectories"),
         ("a trajectory", f"at most {rl.max_tokens:,} tokens in {rl.max_turns} turns"),

@@ -1,8 +1,8 @@
 """What a run of reinforcement learning knows besides its parameters.
 
 Which tasks succeed how often, groups whose members have not all finished, trajectories
-that found no room in the rows of an iteration, and old ones that are learned again. All
-of it is plain values, in every checkpoint.
+that found no room in the rows of an iteration, and old groups that are learned again.
+All of it is plain values, in every checkpoint.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from kimi_jax.environments.environment import Task
 from kimi_jax.rl import health
 from kimi_jax.rl.advantages import assign
 from kimi_jax.rl.archive import Entry
-from kimi_jax.rl.buffer import Buffer
-from kimi_jax.rl.task_sampler import TaskSampler
+from kimi_jax.rl.buffer import Buffer, Gather
+from kimi_jax.rl.task_sampler import Cell, Settings, TaskSampler
 from kimi_jax.rl.trajectory import Trajectory, Turn, from_json
-from kimi_jax.tasks.specs import Spec
 
 
 class Lesson(NamedTuple):
     """What an iteration learns.
 
     Attributes:
-      entries: trajectories with their advantages, in the order of their claim to room.
-      archived: all that finished, for the files.
+      entries: trajectories with their advantages.
+      finished: all that finished, with their advantages if they are learned now.
       numbers: for the "rl" field of the record.
     """
 
     entries: list[Entry]
-    archived: list[Entry]
+    finished: list[Entry]
     numbers: dict[str, Any]
 
 
@@ -45,13 +44,16 @@ class Memory:
       iteration: finished ones.
     """
 
-    def __init__(self, rl: RL, cells: Sequence[Spec], seed: int):
+    def __init__(self, rl: RL, cells: Sequence[Cell], seed: int):
         self._rl, self._seed = rl, seed
         self.iteration = 0
-        self._sampler = TaskSampler(cells, rl.sampler, seed)
-        self._partial: dict[int, list[Trajectory]] = {}  # by group
+        settings = Settings(**dataclasses.asdict(rl.sampler))
+        self._sampler = TaskSampler(cells, seed, settings)
+        self._gather = Gather(rl.group_size)
+        # A group is younger than max_staleness iterations, each of which has so many.
+        capacity = rl.groups * rl.max_staleness if rl.reuse else 0
+        self._buffer = Buffer(capacity, rl.max_staleness, seed)
         self._waiting: list[Entry] = []
-        self._buffer = Buffer(rl.max_staleness)
 
     @property
     def version(self) -> int:
@@ -63,26 +65,36 @@ class Memory:
         return self._sampler.draw(self._rl.groups)
 
     def lesson(self, finished: Sequence[Trajectory]) -> Lesson:
-        """Whole groups with their advantages, and what else there is room for."""
+        """Whole groups with their advantages, and old ones beside them."""
         rl = self._rl
-        groups = self._whole(finished)
+        groups = self._gather.add(finished)
         for group in groups:
-            self._sampler.update(group[0].task, float(np.mean([t.success for t in group])))
-        numbers: dict[str, Any] = health.group_health(groups)
+            rate = sum(t.success for t in group) / len(group)
+            self._sampler.update(group[0].task, rate)
+        if rl.rewards == "shuffled":
+            groups = shuffled(groups, (self._seed, self.iteration))
         fresh, flat = self._credit(groups)
-        entries = [*self._waiting, *fresh, *self._again(len(fresh))]
-        oldest = self.version - rl.max_staleness
-        current = [e for e in entries if min(e.trajectory.versions, default=0) >= oldest]
+        old: list[Entry] = []
+        if rl.reuse:
+            again = self._buffer.draw(
+                rl.reuse, fresh=len(groups) - flat, version=self.version
+            )
+            old, _ = self._credit(again)
+            for group in groups:
+                self._buffer.add(group)
+        entries = [*self._waiting, *fresh, *old]
+        current = [entry for entry in entries if self._is_current(entry)]
+        numbers: dict[str, Any] = health.group_health(groups)
         numbers |= {
             "groups": len(groups),
             "flat_groups": flat,
-            "waiting_groups": len(self._partial),
-            "dropped_stale": len(entries) - len(current),
             "learned_trajectories": len(current),
+            "reused_trajectories": len(old),
+            "dropped_stale": len(entries) - len(current),
         }
-        learned = {id(entry.trajectory): entry for entry in fresh}
-        archived = [learned.get(id(t), Entry(t, [])) for t in finished]
-        return Lesson(current, archived, numbers)
+        places = {(e.trajectory.group, e.trajectory.member): e for e in fresh}
+        shown = [places.get((t.group, t.member), Entry(t, [])) for t in finished]
+        return Lesson(current, shown, numbers)
 
     def learned(self, lesson: Lesson, left: Sequence[int]) -> None:
         """The iteration is over; trajectories `left` wait for the next one."""
@@ -90,12 +102,12 @@ class Memory:
         self.iteration += 1
 
     def state(self) -> dict[str, Any]:
-        """All of it, as plain values and arrays."""
+        """All of it, as plain values."""
         return {
             "iteration": self.iteration,
             "sampler": self._sampler.state(),
+            "gather": self._gather.state(),
             "buffer": self._buffer.state(),
-            "partial": [t.to_json() for group in self._partial.values() for t in group],
             "waiting": [[e.trajectory.to_json(), e.advantages] for e in self._waiting],
         }
 
@@ -103,22 +115,9 @@ class Memory:
         """Undoes `state`."""
         self.iteration = state["iteration"]
         self._sampler.restore(state["sampler"])
+        self._gather.restore(state["gather"])
         self._buffer.restore(state["buffer"])
-        self._partial = {}
-        for values in state["partial"]:
-            trajectory = from_json(values)
-            self._partial.setdefault(trajectory.group, []).append(trajectory)
         self._waiting = [Entry(from_json(t), a) for t, a in state["waiting"]]
-
-    def _whole(self, finished: Sequence[Trajectory]) -> list[list[Trajectory]]:
-        """The groups that are whole now, by their number; the others wait here."""
-        for trajectory in finished:
-            self._partial.setdefault(trajectory.group, []).append(trajectory)
-        numbers = sorted(
-            n for n, t in self._partial.items() if len(t) == self._rl.group_size
-        )
-        groups = [self._partial.pop(number) for number in numbers]
-        return [sorted(group, key=lambda t: t.member) for group in groups]
 
     def _credit(
         self, groups: Sequence[Sequence[Trajectory]]
@@ -126,36 +125,37 @@ class Memory:
         """What is to be learned of whole groups, and how many teach nothing."""
         rl = self._rl
         trajectories = [t for group in groups for t in group]
-        rewarded = trajectories
-        if rl.rewards == "shuffled":
-            rewarded = shuffled(trajectories, (self._seed, self.iteration))
         assigned = assign(
-            rewarded,
+            trajectories,
             rl.advantage,
             turn_credit=rl.turn_credit,
             length_penalty=rl.length_penalty,
             length_budget=rl.length_budget,
         )
+        rows = zip(trajectories, assigned.advantages, assigned.flat, strict=True)
         # A teacher has something to say about groups that are all alike too.
         entries = [
-            Entry(t, credit.tolist())
-            for t, credit, flat in zip(
-                trajectories, assigned.advantages, assigned.flat, strict=True
-            )
-            if rl.teacher or not flat
+            Entry(t, a.tolist()) for t, a, flat in rows if rl.teacher or not flat
         ]
         return entries, assigned.flat_groups
 
+    def _is_current(self, entry: Entry) -> bool:
+        drawn = min(entry.trajectory.versions, default=self.version)
+        return self.version - drawn <= self._rl.max_staleness
+
 
 def shuffled(
-    trajectories: Sequence[Trajectory], seed: tuple[int, ...]
-) -> list[Trajectory]:
-    """The trajectories with each other's rewards, given with their last turns."""
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(len(trajectories)).tolist()
+    groups: Sequence[Sequence[Trajectory]], seed: tuple[int, ...]
+) -> list[list[Trajectory]]:
+    """The groups with each other's rewards, given with the last turns.
+
+    Chance alone decides who is better than whom: what is learned from it is noise.
+    """
+    pool = [t.reward for group in groups for t in group]
+    rewards = iter(np.random.default_rng(seed).permutation(pool).tolist())
     return [
-        dataclasses.replace(t, turns=_paid(t.turns, trajectories[i].reward))
-        for t, i in zip(trajectories, order, strict=True)
+        [dataclasses.replace(t, turns=_paid(t.turns, next(rewards))) for t in group]
+        for group in groups
     ]
 
 

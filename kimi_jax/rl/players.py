@@ -14,14 +14,14 @@ from kimi_jax.config import RL, Config
 from kimi_jax.data.store import check_vocabulary
 from kimi_jax.data.tokenizer_files import load_tokenizer
 from kimi_jax.environments import specs
-from kimi_jax.environments.environment import Environment, Task, seed_of
+from kimi_jax.environments.environment import Environment, Task
 from kimi_jax.environments.format import Format, make_format
 from kimi_jax.errors import UserError
 from kimi_jax.infer.generator import Generator
 from kimi_jax.infer.sampling import Sampling
 from kimi_jax.rl.rollout import Limits, Rollouts
+from kimi_jax.rl.task_sampler import Cell
 from kimi_jax.rl.trajectory import Trajectory
-from kimi_jax.tasks.specs import Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class World:
     """The environments of a run and their language."""
 
     form: Format
-    cells: tuple[Spec, ...]  # a difficulty and a length each
+    cells: tuple[Cell, ...]  # a difficulty and a length each
 
     def environment(self, task: Task) -> Environment:
         return specs.make_of(task, self.form)
@@ -53,7 +53,7 @@ def make_world(cfg: Config, environments: Sequence[str]) -> World:
             problems.append(str(error))
     if problems:
         raise UserError("\n  - ".join(["these tasks cannot be played:", *problems]))
-    return World(form, tuple(cells))
+    return World(form, tuple(Cell.of(specs.task_of(cell, 0)) for cell in cells))
 
 
 def rollout_mesh(cfg: Config, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
@@ -87,7 +87,7 @@ def rollout_mesh(cfg: Config, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 
 
 def on_mesh(variables: Any, mesh: jax.sharding.Mesh) -> Any:
-    """{"params", "balance"} as they lie on `mesh`; a copy only if they lie elsewhere."""
+    """{"params", "balance"} on `mesh`; copied only if they lie elsewhere."""
     return jax.device_put(variables, sharding.state_shardings(mesh, variables))
 
 
@@ -126,14 +126,6 @@ def make_rollouts(
     )
 
 
-def held_out(cell: Spec, seed: int, count: int) -> list[Task]:
-    """Tasks of a cell that training never draws."""
-    return [
-        specs.task_of(cell, seed_of("evaluation", seed, index))
-        for index in range(count)
-    ]
-
-
 def play(
     cfg: Config,
     rl: RL,
@@ -160,9 +152,9 @@ def _check_slots(rl: RL, rows: int) -> None:
             f"config.rl.slots={rl.slots}: the mesh splits them into {rows} parts; use "
             f"slots={-(-rl.slots // rows) * rows}"
         )
-    if rl.slots // rows < rl.group_size:
+    if rl.slots == rows and rl.group_size > 1:
         raise UserError(
-            f"config.rl.slots={rl.slots}: {rl.slots // rows} in each of {rows} parts, "
-            f"and a group of {rl.group_size} lies in one; use slots="
-            f"{rows * rl.group_size} or more"
+            f"config.rl.slots={rl.slots}: one in each of {rows} parts of the mesh, and "
+            "a prompt and a member of its group lie side by side; use slots="
+            f"{2 * rows} or more"
         )

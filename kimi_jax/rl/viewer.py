@@ -8,6 +8,7 @@ unlikely it was.
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -107,13 +108,11 @@ def _ending(entry: Entry) -> str:
     return errors[-1] if errors else f"ended by {entry.trajectory.finished}"
 
 
-def _outside(
-    tokens: Sequence[int], names: dict[int, str], role: str
-) -> Iterator[Span]:
+def _outside(tokens: Sequence[int], names: dict[int, str], role: str) -> Iterator[Span]:
     """Spans of what others said; a token that opens a role begins one."""
     starts = [i for i, token in enumerate(tokens) if token in names]
     edges = [0, *[i for i in starts if i], len(tokens)]
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
         if start == stop:
             continue
         role = names.get(tokens[start], role)

@@ -152,8 +152,7 @@ class GuardedStep:
         folder = self._folder / FOLDER
         path = folder / f"step_{step:08d}.npz"
         arrays: dict[str, Any] = {
-            name: distributed.whole(x)
-            for name, x in self._feed.by_name(batch).items()
+            name: distributed.whole(x) for name, x in self._feed.by_name(batch).items()
         }
         if distributed.is_leader():
             folder.mkdir(exist_ok=True)
