@@ -109,8 +109,8 @@ class Learner:
         last = first + self._rl.steps_per_iteration
         packed = self._pack(trajectories, credit)
         old, batches, numbers = self._scores(state, packed)
-        aged = self._pack([_versions(one) for one in trajectories], credit)
-        numbers |= _mismatch(packed, aged, old, version)
+        ages = [_with_ages(t, version, self._rl.groups) for t in trajectories]
+        numbers |= _mismatch(packed, self._pack(ages, credit), old)
         state, seen, loads = self._steps(state, first, batches)
         if int(state.step) != last:
             # The schedule of the rate goes by what was planned, not by what was there.
@@ -298,28 +298,38 @@ def _as_text(placed: Experience) -> Batch:
     )
 
 
-def _versions(one: Trajectory) -> Trajectory:
-    """With versions for log-probabilities, so that rows of them can be made."""
+def _with_ages(one: Trajectory, version: int, groups: int) -> Trajectory:
+    """With ages for log-probabilities, so that rows of them can be made.
+
+    0: the policy of now has drawn the token, in a group of this iteration. 1: it has,
+    after states that an older policy has left in the cache. 2: an older one drew it.
+    """
+    carried = one.group < version * groups
     pairs = zip(one.versions, one.logprobs, strict=True)
+    ages = [carried if v == version else 2 for v, _ in pairs]
+    kept = zip(ages, one.logprobs, strict=True)
     return dataclasses.replace(
-        one, logprobs=[v if math.isfinite(x) else x for v, x in pairs]
+        one, logprobs=[float(age) if math.isfinite(x) else x for age, x in kept]
     )
 
 
 def _mismatch(
-    packed: Packed, aged: Packed, scored: Sequence[np.ndarray], version: int
+    packed: Packed, aged: Packed, scored: Sequence[np.ndarray]
 ) -> dict[str, float]:
-    """Of tokens that the policy of now has drawn; older ones differ rightly."""
+    """How sampler and learner differ on tokens that the policy of now has drawn."""
+    rows = zip(packed.batches, aged.batches, scored, strict=True)
     found = [
-        (was.behaviour_BT, now_BT, was.weights_BT * (old.behaviour_BT == version))
-        for was, old, now_BT in zip(packed.batches, aged.batches, scored, strict=True)
+        (was.behaviour_BT, now_BT, was.weights_BT, age.behaviour_BT)
+        for was, age, now_BT in rows
     ]
-    gaps = agreement.agreement(*map(np.stack, zip(*found, strict=True)))
-    return {
-        "mismatch": gaps["gap_mean"],
-        "mismatch_max": gaps["gap_max"],
-        "mismatch_kl": gaps["kl_k3"],
-    }
+    was_NBT, now_NBT, weight_NBT, age_NBT = map(np.stack, zip(*found, strict=True))
+    numbers = {}
+    for age, name in ((0, "mismatch"), (1, "mismatch_carried")):
+        own_NBT = weight_NBT * (age_NBT == age)
+        if own_NBT.any():
+            gaps = agreement.agreement(was_NBT, now_NBT, own_NBT)
+            numbers |= {name: gaps["gap_mean"], f"{name}_max": gaps["gap_max"]}
+    return numbers
 
 
 def _means(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
