@@ -13,7 +13,9 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from kimi_jax.environments.code import Code
 from kimi_jax.environments.dialogue import Dialogue
+from kimi_jax.environments.documents import Documents
 from kimi_jax.environments.environment import Environment, Task
 from kimi_jax.environments.format import Format
 from kimi_jax.environments.rewards import Rewarded
@@ -24,6 +26,8 @@ from kimi_jax.tasks.specs import Spec
 
 ENVIRONMENTS: Mapping[str, type] = {
     "tools": Tools,
+    "documents": Documents,
+    "code": Code,
 }
 _COMMON: Mapping[str, type] = {"difficulty": int, "length": int, "reward": str}
 _DEFAULTS = {"difficulty": 1, "length": 1024}
