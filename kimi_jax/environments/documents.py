@@ -135,10 +135,8 @@ class Documents(Dialogue):
         often = (np.bincount(revised, minlength=hops) + 1).tolist()
         keys = rng.permutation(_KEYS).tolist()
         words = made_up(rng, often[-1] + self.distractors)
-        relation, trait, *others = (
-            str(rng.choice(_RELATIONS)),
-            *rng.permutation(_TRAITS).tolist(),
-        )
+        relation = str(rng.choice(_RELATIONS))
+        trait, *others = rng.permutation(_TRAITS).tolist()
         self._question, self._told = f"{keys[0]} {trait}", [words[: often[-1]]]
         self._facts = [f"{keys[0]} {trait}"]
         if hops == 2:

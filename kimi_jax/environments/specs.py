@@ -75,7 +75,7 @@ def make(spec: Spec, form: Format) -> Environment:
     Raises:
       UserError: its dials do not go together, or there is no such reward.
     """
-    environment = _make(spec, form)
+    environment = build(spec, form)
     inner = environment.environment if isinstance(environment, Rewarded) else None
     family = inner or environment
     if isinstance(family, Dialogue):
@@ -87,15 +87,13 @@ def make(spec: Spec, form: Format) -> Environment:
 def make_of(task: Task, form: Format) -> Environment:
     """The environment of a task, which `task_of` made of a spec that `make` took."""
     (spec,) = parse(task.environment)
-    return _make(spec, form)
+    return build(spec, form)
 
 
-def _make(spec: Spec, form: Format) -> Environment:
+def build(spec: Spec, form: Format) -> Environment:
+    """The environment of a spec that `make` took before: it is not checked again."""
     own = {k: v for k, v in spec.dials.items() if k not in _COMMON}
-    kind = _class(spec.name)
-    known = dials(kind)
-    made = kind(form, **{k: v for k, v in own.items() if k in known})
-    environment = cast(Environment, made)
+    environment = cast(Environment, _class(spec.name)(form, **own))
     if reward := spec.dials.get("reward"):
         module, _, function = reward.rpartition(".")
         return Rewarded(environment, _imported(f"reward={reward}", module, function))
