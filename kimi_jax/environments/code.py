@@ -225,13 +225,16 @@ class Code(Dialogue):
         """A chain of functions, one a file, of which all but one are wrong."""
         self._draw_names(rng, changes + 1)
         spared = int(rng.integers(changes + 1))
+        # Faults all give more, or all less, so that none makes up for another.
+        less = bool(rng.random() < 0.5)
         right: dict[str, list[str]] = {}
         wrong: dict[str, list[str]] = {}
         for i, (file, name) in enumerate(
             zip(self._letters[: changes + 1], self._names, strict=False)
         ):
             operator = "*" if i == 0 else str(rng.choice(["+", "-"]))
-            number, other = rng.choice(np.arange(2, 10), 2, False).tolist()
+            low, high = sorted(rng.choice(np.arange(2, 10), 2, False).tolist())
+            number, other = (low, high) if (operator == "-") == less else (high, low)
             below = "x" if i == 0 else self._names[i - 1]
             given = "x" if i == 0 else f"{below}(x)"
             use = [f"use {self._letters[i - 1]}"] if i else []

@@ -57,8 +57,18 @@ def parse_list(texts: Sequence[str]) -> list[Spec]:
 
 
 def dials(kind: type) -> dict[str, type]:
-    """The parameters of an environment's class after the format, with their types."""
+    """The parameters of an environment's class after the format, with their types.
+
+    Raises:
+      UserError: one has no default, which would say what it is.
+    """
     _, *parameters = inspect.signature(kind).parameters.values()
+    for parameter in parameters:
+        if parameter.default is inspect.Parameter.empty:
+            raise UserError(
+                f"environment {kind.__name__}: {parameter.name} has no default; give "
+                "it one, a number or text"
+            )
     return {x.name: type(x.default) for x in parameters}
 
 
