@@ -1,6 +1,6 @@
 """Look-ups that depend on earlier answers.
 
-    system     live get, old ask           which tool tells what holds, which what held
+    system     live get, old ask.          which tool tells what holds, which what held
     user       k7 a c                      from k7 by field a, from there by field c
     assistant  get k7 a                    tool =m3
     assistant  get m3 c                    tool busy
@@ -80,7 +80,7 @@ class Tools(Dialogue):
         self._notes = list(self._make_notes(rng, padding, hops + 1))
         before, after = self._notes[0]
         old = f", old {' '.join(self._old)}" if self._old else ""
-        system = f"{before}live {self._live}{old}{after}"
+        system = f"{before}live {self._live}{old}.{after}"
         return system, " ".join([self._path[0], *self._asked])
 
     def act(self, text: str) -> Reply:
