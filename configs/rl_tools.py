@@ -59,9 +59,11 @@ def get_config(arg=""):
         steps_per_iteration=2,
         turn_tokens=16,
         max_turns=10,
-        max_tokens=257,
+        max_tokens=161,
         slots=64,
         decode_steps=4,
     )
-    config.train.update(steps=300, eval_every=30, checkpoint_every=30)
+    config.train.update(
+        steps=300, batch_size=32, eval_every=30, checkpoint_every=30
+    )
     return config
