@@ -1,6 +1,7 @@
 """Loading: native equals published, meshes, and runs that start from a release."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import ml_dtypes
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kimi_jax import config, sharding
-from kimi_jax.interop import mxfp4, to_native
+from kimi_jax.interop import load, mxfp4, to_native
 from kimi_jax.interop.entries import InteropError
 from kimi_jax.interop.load import load_model
 from kimi_jax.train import checkpoint, loop, session
@@ -91,6 +92,25 @@ def test_a_run_of_another_model_is_refused_before_it_begins(tmp_path):
     with pytest.raises(InteropError, match="does not fit this model"):
         loop.train(cfg, str(tmp_path / "run"), console=Console(quiet=True))
     assert not (tmp_path / "run").exists()
+
+
+def test_scalars_are_read_into_their_stack():
+    """As the weights of additive residuals are, one a layer."""
+
+    class Scalars:
+        arrays = {name: np.zeros(()) for name in "ab"}
+
+        def rows(self, name):
+            return 1
+
+        def read(self, name, start, stop):
+            return np.float32({"a": 1.5, "b": 2.5}[name])
+
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.ShapeDtypeStruct((2,), np.float32, sharding=place)
+    with ThreadPoolExecutor(2) as pool:
+        read = load._read_array(Scalars(), [("a", (0,)), ("b", (1,))], like, pool)
+    assert read.tolist() == [1.5, 2.5]
 
 
 class _Notes:
