@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kimi_jax.environments.dialogue import Dialogue, Reply, filler, small_number
+from kimi_jax.environments.dialogue import Dialogue, Reply, filler, pick, small_number
 from kimi_jax.environments.environment import Task
 from kimi_jax.environments.format import BadTurn
 from kimi_jax.environments.interpreter import Fault, Program
@@ -182,11 +182,8 @@ class Code(Dialogue):
 
     def _draw_names(self, rng: np.random.Generator, files: int) -> None:
         """Names of functions and letters of files; distractors take the last."""
-        self._names = rng.choice(_NAMES, files + 3 + self.distractors, False).tolist()
-        letters = rng.choice(
-            list(string.ascii_lowercase), files + self.distractors, False
-        )
-        self._letters = letters.tolist()
+        self._names = pick(rng, _NAMES, files + 3 + self.distractors)
+        self._letters = pick(rng, string.ascii_lowercase, files + self.distractors)
 
     def _rename(
         self, rng: np.random.Generator, changes: int

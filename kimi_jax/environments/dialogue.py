@@ -28,6 +28,7 @@ LONGEST = 1 << 22  # tokens of a task; four times the dial's far end
 FULL = 0.7  # an episode of this share of its length gets no filler
 _TRIES = 16  # instances that are tried before a length is called too short
 _PROBES = 4  # seeds that must fit at the first try when an environment is made
+_SHORT = 8  # tokens that no sentence is short enough for
 _ENDLESS = 10_000  # turns of an expert
 
 
@@ -198,23 +199,24 @@ def filler(
       overhead: tokens that whoever shows one of them adds to it.
     """
     parts: list[str] = []
-    for sentence in Prose().read(rng):
-        size = len(form.encode(sentence.decode())) + overhead
+    for sentence in map(bytes.decode, Prose().read(rng) if tokens > _SHORT else ()):
+        size = len(form.encode(sentence)) + overhead
         if size > tokens:
             break
         tokens -= size
-        parts.append(sentence.decode())
-    for i in rng.permutation(len(PEOPLE)).tolist():
-        size = len(form.encode(PEOPLE[i] + " ")) + overhead
+        parts.append(sentence)
+    for word in pick(rng, PEOPLE, len(PEOPLE)) if tokens > overhead + 1 else ():
+        size = len(form.encode(word + " ")) + overhead
         if size <= tokens:
             tokens -= size
-            parts.append(PEOPLE[i] + " ")
+            parts.append(word + " ")
     return parts
 
 
-def shares(total: int, slots: int) -> list[int]:
-    """`total` split over `slots` as evenly as whole numbers allow."""
-    return [total * (i + 1) // slots - total * i // slots for i in range(slots)]
+def pick(rng: np.random.Generator, items: Sequence[str], count: int) -> list[str]:
+    """`count` different items in random order."""
+    chosen_N = rng.choice(len(items), count, replace=False)
+    return [items[i] for i in chosen_N.tolist()]
 
 
 def small_number(text: str) -> int | None:

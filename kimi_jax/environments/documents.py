@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kimi_jax.environments.dialogue import Dialogue, Reply, filler, small_number
+from kimi_jax.environments.dialogue import Dialogue, Reply, filler, pick, small_number
 from kimi_jax.environments.environment import Task
 from kimi_jax.environments.format import BadTurn
 from kimi_jax.tasks.words import made_up
@@ -133,10 +133,10 @@ class Documents(Dialogue):
         hops = min(2, (task.difficulty + 1) // 2)
         revised = rng.integers(hops, size=task.difficulty - hops)
         often = (np.bincount(revised, minlength=hops) + 1).tolist()
-        keys = rng.permutation(_KEYS).tolist()
+        keys = pick(rng, _KEYS, len(_KEYS))
         words = made_up(rng, often[-1] + self.distractors)
-        relation = str(rng.choice(_RELATIONS))
-        trait, *others = rng.permutation(_TRAITS).tolist()
+        (relation,) = pick(rng, _RELATIONS, 1)
+        trait, *others = pick(rng, _TRAITS, len(_TRAITS))
         self._question, self._told = f"{keys[0]} {trait}", [words[: often[-1]]]
         self._facts = [f"{keys[0]} {trait}"]
         if hops == 2:

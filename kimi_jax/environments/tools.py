@@ -22,15 +22,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kimi_jax.environments.dialogue import Dialogue, Reply, filler
+from kimi_jax.environments.dialogue import Dialogue, Reply, filler, pick
 from kimi_jax.environments.environment import Task
 from kimi_jax.environments.format import BadTurn
 
 HARDEST = 500
 _NAMES = ("get", "ask", "see", "try", "dig", "tap", "pry", "buy", "fit", "log")
-_LETTERS = string.ascii_lowercase
-_SMALL = 200  # keys and fields of more look-ups are longer by a character or two
-_SHORT_FIELDS = 20
+_SMALL = 200  # look-ups; keys of more are longer
+_KEYS = [f"{a}{digit}" for a in string.ascii_lowercase for digit in range(10)]
+_MANY_KEYS = [f"{a}{digit}" for a in string.ascii_lowercase for digit in range(100)]
+_FIELDS = list(string.ascii_lowercase)
+_MANY_FIELDS = [a + b for a in _FIELDS for b in _FIELDS]
 
 
 @dataclasses.dataclass
@@ -58,17 +60,11 @@ class Tools(Dialogue):
         self, task: Task, rng: np.random.Generator, padding: int
     ) -> tuple[str, str]:
         hops = task.difficulty
-        names = rng.choice(_NAMES, 1 + self.distractors, replace=False).tolist()
-        self._live, self._old = names[0], names[1:]
-        self._pool = [
-            f"{letter}{digit}"
-            for letter in _LETTERS
-            for digit in range(10 if hops < _SMALL else 1000)
-        ]
-        self._path = rng.choice(self._pool, hops + 1, replace=False).tolist()
-        first = _LETTERS if hops > _SHORT_FIELDS else ("",)
-        self._fields = [a + b for a in first for b in _LETTERS]
-        self._asked = rng.choice(self._fields, hops, replace=False).tolist()
+        self._live, *self._old = pick(rng, _NAMES, 1 + self.distractors)
+        self._pool = _KEYS if hops < _SMALL else _MANY_KEYS
+        self._path = pick(rng, self._pool, hops + 1)
+        self._fields = _FIELDS if hops <= len(_FIELDS) else _MANY_FIELDS
+        self._asked = pick(rng, self._fields, hops)
         self._salt = int(rng.integers(1 << 30))
         self._busy = set(
             np.flatnonzero(rng.random(hops) < self.fails)[: (hops + 1) // 2].tolist()
