@@ -22,7 +22,7 @@ import dataclasses
 import re
 import string
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from kimi_jax.environments.environment import Task
 from kimi_jax.environments.format import BadTurn
 from kimi_jax.environments.interpreter import Fault, Program
 
-HARDEST = 20
 KINDS = ("rename", "repair")
 _NAMES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
 _LONGEST_LINE = 200
@@ -56,13 +55,12 @@ class Code(Dialogue):
       distractors: files besides that need no change.
     """
 
+    hardest: ClassVar[int] = 20
     kind: str = "rename"
     distractors: int = 1
 
     def problems(self, task: Task) -> Iterator[str]:
         yield from super().problems(task)
-        if task.difficulty > HARDEST:
-            yield f"difficulty={task.difficulty}: must be at most {HARDEST}"
         if self.kind not in KINDS:
             yield f"kind={self.kind!r}: must be one of {', '.join(KINDS)}"
         if not 0 <= self.distractors <= 4:

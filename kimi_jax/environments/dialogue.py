@@ -14,7 +14,7 @@ import abc
 import dataclasses
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -45,14 +45,17 @@ class Dialogue(abc.ABC):
     """An environment of turns of text; see the module.
 
     Attributes:
+      hardest: the largest difficulty.
       process: what all process rewards of a solved task sum to; 0: none.
       max_turns: turns after which an episode ends unsolved; 0: four for each turn of
         the expert and 8 more.
     """
 
+    hardest: ClassVar[int]
     format: Format
     process: float = 0.0
     max_turns: int = 0
+    _over: bool = dataclasses.field(default=True, init=False, repr=False)
 
     @abc.abstractmethod
     def start(
@@ -88,8 +91,8 @@ class Dialogue(abc.ABC):
 
     def problems(self, task: Task) -> Iterator[str]:
         """What is wrong with a task or the dials, each as "dial=value: why; fix"."""
-        if task.difficulty < 1:
-            yield f"difficulty={task.difficulty}: must be 1 or more"
+        if not 1 <= task.difficulty <= self.hardest:
+            yield f"difficulty={task.difficulty}: must be from 1 to {self.hardest}"
         if not 1 <= task.length <= LONGEST:
             yield f"length={task.length}: must be from 1 to {LONGEST}"
         if task.seed < 0:
@@ -122,24 +125,24 @@ class Dialogue(abc.ABC):
                 break
             padding = max(0, padding - beyond)
         prompt = self._begin(task, attempt, padding)
-        self._turn, self._done = 0, False
+        self._turn, self._over = 0, False
         return prompt
 
     def step(self, tokens: Sequence[int]) -> Step:
-        if self._done:
-            raise RuntimeError("the episode is over; reset the environment")
+        if self._over:
+            raise RuntimeError("no episode is going on; reset the environment")
         self._turn += 1
         before = self.progress()
         said = None
         try:
-            said = self.format.read(tokens)
+            said = self.format.read(list(tokens))
             reply = self.act(said)
         except BadTurn as bad:
             reply = Reply(str(bad))
         reward = self.process * (self.progress() - before)
         info = {"turn": self._turn, "said": said}
-        self._done = reply.done or self._turn >= self._limit
-        if self._done:
+        self._over = reply.done or self._turn >= self._limit
+        if self._over:
             info |= {"success": reply.success == 1.0, "out_of_turns": not reply.done}
             return Step([], reward + reply.success, True, info)
         return Step(self._reply(reply), reward, False, info)

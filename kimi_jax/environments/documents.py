@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import string
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 
@@ -29,7 +30,6 @@ from kimi_jax.environments.environment import Task
 from kimi_jax.environments.format import BadTurn
 from kimi_jax.tasks.words import made_up
 
-HARDEST = 100
 MOST = 100  # distractors
 LARGEST = 1 << 26  # tokens of a document
 MODES = ("tools", "prompt")
@@ -49,14 +49,13 @@ class Documents(Dialogue):
       mode: "tools": pages are found and read; "prompt": all of them are in the prompt.
     """
 
+    hardest: ClassVar[int] = 100
     pages: int = 4
     distractors: int = 4
     mode: str = "tools"
 
     def problems(self, task: Task) -> Iterator[str]:
         yield from super().problems(task)
-        if task.difficulty > HARDEST:
-            yield f"difficulty={task.difficulty}: must be at most {HARDEST}"
         if not 1 <= self.pages <= 999:
             yield f"pages={self.pages}: must be from 1 to 999"
         if self.pages * task.length > LARGEST:

@@ -19,6 +19,7 @@ import dataclasses
 import string
 import zlib
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 
@@ -26,7 +27,6 @@ from kimi_jax.environments.dialogue import Dialogue, Reply, filler, pick
 from kimi_jax.environments.environment import Task
 from kimi_jax.environments.format import BadTurn
 
-HARDEST = 500
 _NAMES = ("get", "ask", "see", "try", "dig", "tap", "pry", "buy", "fit", "log")
 _SMALL = 200  # look-ups; keys of more are longer
 _KEYS = [f"{a}{digit}" for a in string.ascii_lowercase for digit in range(10)]
@@ -44,13 +44,12 @@ class Tools(Dialogue):
       fails: chance that the live tool fails at a place, where it is asked first.
     """
 
+    hardest: ClassVar[int] = 500
     distractors: int = 1
     fails: float = 0.2
 
     def problems(self, task: Task) -> Iterator[str]:
         yield from super().problems(task)
-        if task.difficulty > HARDEST:
-            yield f"difficulty={task.difficulty}: must be at most {HARDEST}"
         if not 0 <= self.distractors < len(_NAMES):
             yield f"distractors={self.distractors}: must be from 0 to {len(_NAMES) - 1}"
         if not 0.0 <= self.fails <= 1.0:

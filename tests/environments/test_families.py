@@ -173,6 +173,8 @@ def play_on(environment):
 @every_family
 def test_episodes_end_by_themselves(name: str) -> None:
     environment, task = made(FAMILIES[name])
+    with pytest.raises(RuntimeError, match="reset the environment"):
+        specs.make_of(task, FORM).step(FORM.close("dance"))
     expert = turns_of(expert_episode(environment, task))
     environment.reset(task)
     for turn in range(1, 4 * expert + 9):
@@ -196,14 +198,14 @@ def test_what_does_not_fit_is_refused_when_made(name: str) -> None:
     ):
         specs.make(spec, FORM)
     (spec,) = specs.parse(f"{text.replace('difficulty=', 'difficulty=100')}:length=1M")
-    with pytest.raises(UserError, match=r"difficulty=\d+: must be at most"):
+    with pytest.raises(UserError, match=r"difficulty=\d+: must be from 1 to"):
         specs.make(spec, FORM)
 
 
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("tools:difficulty=0", "difficulty=0: must be 1 or more"),
+        ("tools:difficulty=0", "difficulty=0: must be from 1 to 500"),
         ("tools:length=0", "length=0: must be from 1"),
         ("tools:length=5M", "must be from 1 to 4194304"),
         ("tools:process=-1", "process=-1.0"),
