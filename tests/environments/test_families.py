@@ -164,6 +164,31 @@ def test_bad_turns_are_answered(name: str) -> None:
     assert rest.info["success"]
 
 
+@every_family
+def test_no_turn_raises(name: str) -> None:
+    environment, task = made(FAMILIES[name])
+    environment.max_turns = 10_000
+    environment.reset(task)
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        turn = list(
+            environment.expert()
+            if rng.random() < 0.7
+            else environment.mistake(rng, False)
+        )
+        for _ in range(int(rng.integers(4))):
+            at = int(rng.integers(len(turn)))
+            turn[at : at + int(rng.integers(3))] = rng.integers(
+                0, 272 if rng.random() < 0.1 else 128, int(rng.integers(3))
+            ).tolist()
+            turn.append(FORM.end)
+            turn = turn[: turn.index(FORM.end) + 1]
+        step = environment.step(turn)
+        assert np.isfinite(step.reward) and (step.tokens or step.done)
+        if step.done:
+            environment.reset(task._replace(seed=int(rng.integers(100))))
+
+
 def play_on(environment):
     while not (step := environment.step(environment.expert())).done:
         pass
