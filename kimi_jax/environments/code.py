@@ -98,7 +98,7 @@ class Code(Dialogue):
             case ["edit", file, line, *rest] if file in self._files:
                 return Reply(self._edit(file, line, rest[0] if rest else ""))
             case ["run"]:
-                self._ran = self._failing(self._tests) or "pass"
+                self._ran, self._blamed = self._failing(self._tests) or ("pass", "")
                 return Reply(self._ran)
             case ["submit"]:
                 solved = not self._failing(self._tests + self._hidden)
@@ -163,20 +163,18 @@ class Code(Dialogue):
         self._ran, self._blamed = None, ""
         return "ok"
 
-    def _failing(self, tests: list[Test]) -> str:
-        """What the first test that fails says; "" if none does."""
-        self._blamed = ""
+    def _failing(self, tests: list[Test]) -> tuple[str, str] | None:
+        """What the first test that fails says, and the file that it names, if any."""
         try:
             program = Program(self._files)
             for test in tests:
                 got = program.call(test.file, test.function, [test.argument])
                 if got != test.wanted:
                     said = f"{test.function} {test.argument} is {got}"
-                    return f"{said} not {test.wanted}"
+                    return f"{said} not {test.wanted}", ""
         except Fault as fault:
-            self._blamed = fault.file
-            return str(fault)
-        return ""
+            return str(fault), fault.file
+        return None
 
     def _draw_names(self, rng: np.random.Generator, files: int) -> None:
         """Names of functions and letters of files; distractors take the last."""
