@@ -62,6 +62,22 @@ def test_what_is_shown_is_enough(name: str, text: str) -> None:
             assert turns <= len(episode.spans) + 2
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tools:difficulty=8:length=1M",
+        "documents:difficulty=4:length=256K",
+        "documents:mode=prompt:length=256K",
+        "code:difficulty=3:length=256K",
+    ],
+)
+def test_long_episodes(text: str) -> None:
+    environment, task = made(text)
+    episode = expert_episode(environment, task)
+    assert episode.success
+    assert 0.9 * task.length <= len(episode.tokens) <= task.length
+
+
 @every_family
 def test_turns_of_another_task_never_solve_this_one(name: str) -> None:
     environment, task = made(FAMILIES[name])
