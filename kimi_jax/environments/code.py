@@ -22,16 +22,15 @@ import dataclasses
 import re
 import string
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from kimi_jax.environments.dialogue import Dialogue, Reply, filler, small_number
+from kimi_jax.environments.dialogue import Dialogue, Reply, filler, pick, small_number
 from kimi_jax.environments.environment import Task
 from kimi_jax.environments.format import BadTurn
 from kimi_jax.environments.interpreter import Fault, Program
 
-HARDEST = 20
 KINDS = ("rename", "repair")
 _NAMES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
 _LONGEST_LINE = 200
@@ -56,13 +55,12 @@ class Code(Dialogue):
       distractors: files besides that need no change.
     """
 
+    hardest: ClassVar[int] = 20
     kind: str = "rename"
     distractors: int = 1
 
     def problems(self, task: Task) -> Iterator[str]:
         yield from super().problems(task)
-        if task.difficulty > HARDEST:
-            yield f"difficulty={task.difficulty}: must be at most {HARDEST}"
         if self.kind not in KINDS:
             yield f"kind={self.kind!r}: must be one of {', '.join(KINDS)}"
         if not 0 <= self.distractors <= 4:
@@ -100,7 +98,7 @@ class Code(Dialogue):
             case ["edit", file, line, *rest] if file in self._files:
                 return Reply(self._edit(file, line, rest[0] if rest else ""))
             case ["run"]:
-                self._ran = self._failing(self._tests) or "pass"
+                self._ran, self._blamed = self._failing(self._tests) or ("pass", "")
                 return Reply(self._ran)
             case ["submit"]:
                 solved = not self._failing(self._tests + self._hidden)
@@ -165,28 +163,23 @@ class Code(Dialogue):
         self._ran, self._blamed = None, ""
         return "ok"
 
-    def _failing(self, tests: list[Test]) -> str:
-        """What the first test that fails says; "" if none does."""
-        self._blamed = ""
+    def _failing(self, tests: list[Test]) -> tuple[str, str] | None:
+        """What the first test that fails says, and the file that it names, if any."""
         try:
             program = Program(self._files)
             for test in tests:
                 got = program.call(test.file, test.function, [test.argument])
                 if got != test.wanted:
                     said = f"{test.function} {test.argument} is {got}"
-                    return f"{said} not {test.wanted}"
+                    return f"{said} not {test.wanted}", ""
         except Fault as fault:
-            self._blamed = fault.file
-            return str(fault)
-        return ""
+            return str(fault), fault.file
+        return None
 
     def _draw_names(self, rng: np.random.Generator, files: int) -> None:
         """Names of functions and letters of files; distractors take the last."""
-        self._names = rng.choice(_NAMES, files + 3 + self.distractors, False).tolist()
-        letters = rng.choice(
-            list(string.ascii_lowercase), files + self.distractors, False
-        )
-        self._letters = letters.tolist()
+        self._names = pick(rng, _NAMES, files + 3 + self.distractors)
+        self._letters = pick(rng, string.ascii_lowercase, files + self.distractors)
 
     def _rename(
         self, rng: np.random.Generator, changes: int

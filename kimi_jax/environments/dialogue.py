@@ -14,7 +14,7 @@ import abc
 import dataclasses
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ LONGEST = 1 << 22  # tokens of a task; four times the dial's far end
 FULL = 0.7  # an episode of this share of its length gets no filler
 _TRIES = 16  # instances that are tried before a length is called too short
 _PROBES = 4  # seeds that must fit at the first try when an environment is made
+_SHORT = 8  # tokens that no sentence is short enough for
 _ENDLESS = 10_000  # turns of an expert
 
 
@@ -44,14 +45,17 @@ class Dialogue(abc.ABC):
     """An environment of turns of text; see the module.
 
     Attributes:
+      hardest: the largest difficulty.
       process: what all process rewards of a solved task sum to; 0: none.
       max_turns: turns after which an episode ends unsolved; 0: four for each turn of
         the expert and 8 more.
     """
 
+    hardest: ClassVar[int]
     format: Format
     process: float = 0.0
     max_turns: int = 0
+    _over: bool = dataclasses.field(default=True, init=False, repr=False)
 
     @abc.abstractmethod
     def start(
@@ -87,8 +91,8 @@ class Dialogue(abc.ABC):
 
     def problems(self, task: Task) -> Iterator[str]:
         """What is wrong with a task or the dials, each as "dial=value: why; fix"."""
-        if task.difficulty < 1:
-            yield f"difficulty={task.difficulty}: must be 1 or more"
+        if not 1 <= task.difficulty <= self.hardest:
+            yield f"difficulty={task.difficulty}: must be from 1 to {self.hardest}"
         if not 1 <= task.length <= LONGEST:
             yield f"length={task.length}: must be from 1 to {LONGEST}"
         if task.seed < 0:
@@ -121,24 +125,24 @@ class Dialogue(abc.ABC):
                 break
             padding = max(0, padding - beyond)
         prompt = self._begin(task, attempt, padding)
-        self._turn, self._done = 0, False
+        self._turn, self._over = 0, False
         return prompt
 
     def step(self, tokens: Sequence[int]) -> Step:
-        if self._done:
-            raise RuntimeError("the episode is over; reset the environment")
+        if self._over:
+            raise RuntimeError("no episode is going on; reset the environment")
         self._turn += 1
         before = self.progress()
         said = None
         try:
-            said = self.format.read(tokens)
+            said = self.format.read(list(tokens))
             reply = self.act(said)
         except BadTurn as bad:
             reply = Reply(str(bad))
         reward = self.process * (self.progress() - before)
         info = {"turn": self._turn, "said": said}
-        self._done = reply.done or self._turn >= self._limit
-        if self._done:
+        self._over = reply.done or self._turn >= self._limit
+        if self._over:
             info |= {"success": reply.success == 1.0, "out_of_turns": not reply.done}
             return Step([], reward + reply.success, True, info)
         return Step(self._reply(reply), reward, False, info)
@@ -198,23 +202,24 @@ def filler(
       overhead: tokens that whoever shows one of them adds to it.
     """
     parts: list[str] = []
-    for sentence in Prose().read(rng):
-        size = len(form.encode(sentence.decode())) + overhead
+    for sentence in map(bytes.decode, Prose().read(rng) if tokens > _SHORT else ()):
+        size = len(form.encode(sentence)) + overhead
         if size > tokens:
             break
         tokens -= size
-        parts.append(sentence.decode())
-    for i in rng.permutation(len(PEOPLE)).tolist():
-        size = len(form.encode(PEOPLE[i] + " ")) + overhead
+        parts.append(sentence)
+    for word in pick(rng, PEOPLE, len(PEOPLE)) if tokens > overhead + 1 else ():
+        size = len(form.encode(word + " ")) + overhead
         if size <= tokens:
             tokens -= size
-            parts.append(PEOPLE[i] + " ")
+            parts.append(word + " ")
     return parts
 
 
-def shares(total: int, slots: int) -> list[int]:
-    """`total` split over `slots` as evenly as whole numbers allow."""
-    return [total * (i + 1) // slots - total * i // slots for i in range(slots)]
+def pick(rng: np.random.Generator, items: Sequence[str], count: int) -> list[str]:
+    """`count` different items in random order."""
+    chosen_N = rng.choice(len(items), count, replace=False)
+    return [items[i] for i in chosen_N.tolist()]
 
 
 def small_number(text: str) -> int | None:

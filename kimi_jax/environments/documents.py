@@ -21,15 +21,15 @@ from __future__ import annotations
 import dataclasses
 import string
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 
-from kimi_jax.environments.dialogue import Dialogue, Reply, filler, small_number
+from kimi_jax.environments.dialogue import Dialogue, Reply, filler, pick, small_number
 from kimi_jax.environments.environment import Task
 from kimi_jax.environments.format import BadTurn
 from kimi_jax.tasks.words import made_up
 
-HARDEST = 100
 MOST = 100  # distractors
 LARGEST = 1 << 26  # tokens of a document
 MODES = ("tools", "prompt")
@@ -49,14 +49,13 @@ class Documents(Dialogue):
       mode: "tools": pages are found and read; "prompt": all of them are in the prompt.
     """
 
+    hardest: ClassVar[int] = 100
     pages: int = 4
     distractors: int = 4
     mode: str = "tools"
 
     def problems(self, task: Task) -> Iterator[str]:
         yield from super().problems(task)
-        if task.difficulty > HARDEST:
-            yield f"difficulty={task.difficulty}: must be at most {HARDEST}"
         if not 1 <= self.pages <= 999:
             yield f"pages={self.pages}: must be from 1 to 999"
         if self.pages * task.length > LARGEST:
@@ -133,10 +132,10 @@ class Documents(Dialogue):
         hops = min(2, (task.difficulty + 1) // 2)
         revised = rng.integers(hops, size=task.difficulty - hops)
         often = (np.bincount(revised, minlength=hops) + 1).tolist()
-        keys = rng.permutation(_KEYS).tolist()
+        keys = pick(rng, _KEYS, len(_KEYS))
         words = made_up(rng, often[-1] + self.distractors)
-        relation = str(rng.choice(_RELATIONS))
-        trait, *others = rng.permutation(_TRAITS).tolist()
+        (relation,) = pick(rng, _RELATIONS, 1)
+        trait, *others = pick(rng, _TRAITS, len(_TRAITS))
         self._question, self._told = f"{keys[0]} {trait}", [words[: often[-1]]]
         self._facts = [f"{keys[0]} {trait}"]
         if hops == 2:

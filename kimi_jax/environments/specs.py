@@ -112,7 +112,7 @@ def build(spec: Spec, form: Format) -> Environment:
 
 def _split(text: str) -> tuple[str, list[str]]:
     name, *items = text.strip().split(":")
-    if "." in name and items:
+    if name not in ENVIRONMENTS and items and "=" not in items[0]:
         name = f"{name}:{items.pop(0)}"
     return name, items
 

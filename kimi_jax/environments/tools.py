@@ -19,18 +19,20 @@ import dataclasses
 import string
 import zlib
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 
-from kimi_jax.environments.dialogue import Dialogue, Reply, filler
+from kimi_jax.environments.dialogue import Dialogue, Reply, filler, pick
 from kimi_jax.environments.environment import Task
 from kimi_jax.environments.format import BadTurn
 
-HARDEST = 500
 _NAMES = ("get", "ask", "see", "try", "dig", "tap", "pry", "buy", "fit", "log")
-_LETTERS = string.ascii_lowercase
-_SMALL = 200  # keys and fields of more look-ups are longer by a character or two
-_SHORT_FIELDS = 20
+_SMALL = 200  # look-ups; keys of more are longer
+_KEYS = [f"{a}{digit}" for a in string.ascii_lowercase for digit in range(10)]
+_MANY_KEYS = [f"{a}{digit}" for a in string.ascii_lowercase for digit in range(100)]
+_FIELDS = list(string.ascii_lowercase)
+_MANY_FIELDS = [a + b for a in _FIELDS for b in _FIELDS]
 
 
 @dataclasses.dataclass
@@ -42,13 +44,12 @@ class Tools(Dialogue):
       fails: chance that the live tool fails at a place, where it is asked first.
     """
 
+    hardest: ClassVar[int] = 500
     distractors: int = 1
     fails: float = 0.2
 
     def problems(self, task: Task) -> Iterator[str]:
         yield from super().problems(task)
-        if task.difficulty > HARDEST:
-            yield f"difficulty={task.difficulty}: must be at most {HARDEST}"
         if not 0 <= self.distractors < len(_NAMES):
             yield f"distractors={self.distractors}: must be from 0 to {len(_NAMES) - 1}"
         if not 0.0 <= self.fails <= 1.0:
@@ -58,17 +59,11 @@ class Tools(Dialogue):
         self, task: Task, rng: np.random.Generator, padding: int
     ) -> tuple[str, str]:
         hops = task.difficulty
-        names = rng.choice(_NAMES, 1 + self.distractors, replace=False).tolist()
-        self._live, self._old = names[0], names[1:]
-        self._pool = [
-            f"{letter}{digit}"
-            for letter in _LETTERS
-            for digit in range(10 if hops < _SMALL else 1000)
-        ]
-        self._path = rng.choice(self._pool, hops + 1, replace=False).tolist()
-        first = _LETTERS if hops > _SHORT_FIELDS else ("",)
-        self._fields = [a + b for a in first for b in _LETTERS]
-        self._asked = rng.choice(self._fields, hops, replace=False).tolist()
+        self._live, *self._old = pick(rng, _NAMES, 1 + self.distractors)
+        self._pool = _KEYS if hops < _SMALL else _MANY_KEYS
+        self._path = pick(rng, self._pool, hops + 1)
+        self._fields = _FIELDS if hops <= len(_FIELDS) else _MANY_FIELDS
+        self._asked = pick(rng, self._fields, hops)
         self._salt = int(rng.integers(1 << 30))
         self._busy = set(
             np.flatnonzero(rng.random(hops) < self.fails)[: (hops + 1) // 2].tolist()

@@ -122,8 +122,8 @@ def _text_cells(cfg: Config, spec: Spec, text: Text) -> Sequence[Cell]:
     sources = cfg.data.sources
     if any(map(is_generated, sources)):
         raise UserError(
-            f"task {spec}: config.data.sources={sources} are generated; name "
-            "other tasks, or set --config.data.sources to text"
+            f"task {spec}: config.data.sources={sources} are generated tasks or "
+            "episodes; name other tasks, or set --config.data.sources to text"
         )
     source, multiple = spec.dials.get("source"), spec.dials.get("multiple")
     if source is not None and not 0 <= source < len(sources):

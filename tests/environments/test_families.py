@@ -20,10 +20,10 @@ FAMILIES = {
 # Of the expert's episodes of 4 tasks each. A change of one means that success measured
 # before does not compare with what is measured after.
 DIGESTS = {
-    "tools": "",
-    "documents": "",
-    "rename": "",
-    "repair": "",
+    "tools": "415262d44475d746",
+    "documents": "f63878d214f5c4ae",
+    "rename": "fa27acff05464774",
+    "repair": "87f11a72dec798ea",
 }
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
@@ -60,6 +60,22 @@ def test_what_is_shown_is_enough(name: str, text: str) -> None:
             solved, turns = readers.solve(name, environment, task)
             assert solved, task
             assert turns <= len(episode.spans) + 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tools:difficulty=8:length=1M",
+        "documents:difficulty=4:length=256K",
+        "documents:mode=prompt:length=256K",
+        "code:difficulty=3:length=256K",
+    ],
+)
+def test_long_episodes(text: str) -> None:
+    environment, task = made(text)
+    episode = expert_episode(environment, task)
+    assert episode.success
+    assert 0.9 * task.length <= len(episode.tokens) <= task.length
 
 
 @every_family
@@ -164,6 +180,31 @@ def test_bad_turns_are_answered(name: str) -> None:
     assert rest.info["success"]
 
 
+@every_family
+def test_no_turn_raises(name: str) -> None:
+    environment, task = made(FAMILIES[name])
+    environment.max_turns = 10_000
+    environment.reset(task)
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        turn = list(
+            environment.expert()
+            if rng.random() < 0.7
+            else environment.mistake(rng, False)
+        )
+        for _ in range(int(rng.integers(4))):
+            at = int(rng.integers(len(turn)))
+            turn[at : at + int(rng.integers(3))] = rng.integers(
+                0, 272 if rng.random() < 0.1 else 128, int(rng.integers(3))
+            ).tolist()
+            turn.append(FORM.end)
+            turn = turn[: turn.index(FORM.end) + 1]
+        step = environment.step(turn)
+        assert np.isfinite(step.reward) and (step.tokens or step.done)
+        if step.done:
+            environment.reset(task._replace(seed=int(rng.integers(100))))
+
+
 def play_on(environment):
     while not (step := environment.step(environment.expert())).done:
         pass
@@ -173,6 +214,8 @@ def play_on(environment):
 @every_family
 def test_episodes_end_by_themselves(name: str) -> None:
     environment, task = made(FAMILIES[name])
+    with pytest.raises(RuntimeError, match="reset the environment"):
+        specs.make_of(task, FORM).step(FORM.close("dance"))
     expert = turns_of(expert_episode(environment, task))
     environment.reset(task)
     for turn in range(1, 4 * expert + 9):
@@ -196,14 +239,14 @@ def test_what_does_not_fit_is_refused_when_made(name: str) -> None:
     ):
         specs.make(spec, FORM)
     (spec,) = specs.parse(f"{text.replace('difficulty=', 'difficulty=100')}:length=1M")
-    with pytest.raises(UserError, match=r"difficulty=\d+: must be at most"):
+    with pytest.raises(UserError, match=r"difficulty=\d+: must be from 1 to"):
         specs.make(spec, FORM)
 
 
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("tools:difficulty=0", "difficulty=0: must be 1 or more"),
+        ("tools:difficulty=0", "difficulty=0: must be from 1 to 500"),
         ("tools:length=0", "length=0: must be from 1"),
         ("tools:length=5M", "must be from 1 to 4194304"),
         ("tools:process=-1", "process=-1.0"),
