@@ -11,18 +11,14 @@ from typing import Any, Protocol
 
 import jax
 import optax
-from flax import traverse_util
 
 from kimi_jax import canonical, config
-from kimi_jax.modules import transformer
-from kimi_jax.ops.cross_entropy import chunked_logprobs
-from kimi_jax.rl import losses
+from kimi_jax.rl import losses, segments
 from kimi_jax.rl.experience import Experience
 from kimi_jax.train.step import (
     Objective,
     Report,
     State,
-    balance_share,
     make_train_step,
 )
 
@@ -34,6 +30,8 @@ class Settings(losses.Settings, Protocol):
     def replay_routes(self) -> bool: ...
     @property
     def update_balance(self) -> bool: ...
+    @property
+    def segment(self) -> int | None: ...
 
 
 def make_rl_step(
@@ -57,24 +55,18 @@ def objective(cfg: config.Config, rl: Settings) -> Objective:
         params: Any, balance: Any, experience: Experience, totals: losses.Totals
     ) -> tuple[jax.Array, Any]:
         losses.check(experience, rl)
-        out = transformer.apply(
-            cfg.model,
-            {"params": params, "balance": balance},
-            experience.tokens_BT,
-            experience.segment_ids_BT,
-            remat=cfg.train.remat,
-            observe=True,
-            max_logits=cfg.optimizer.qk_clip is not None,
-            routes_BTLA=experience.routes_BTLA if rl.replay_routes else None,
+        if not rl.replay_routes:
+            experience = experience._replace(routes_BTLA=None)
+        variables = {"params": params, "balance": balance}
+        found, stats = segments.score(
+            cfg, variables, _rows(experience), length=rl.segment, observe=True
         )
-        stats = traverse_util.flatten_dict(out.stats, sep="/")
-        logprob_BT, entropy_BT = _of_targets(cfg, out, experience)
-        loss_sum, report = losses.policy_loss(logprob_BT, entropy_BT, experience, rl)
+        loss_sum, report = losses.policy_loss(*found[:2], experience, rl)
         share = loss_sum / losses.normaliser(totals, rl.aggregate)
         said = report.sums | {"loss": jax.lax.stop_gradient(share)}
-        share += balance_share(cfg, stats, totals.tokens)
-        report = report._replace(sums=said)
-        return share, (report, jax.lax.stop_gradient(stats))
+        weight = cfg.model.moe.balancing.aux_weight
+        share += weight * found.balance_loss / totals.tokens
+        return share, (report._replace(sums=said), jax.lax.stop_gradient(stats))
 
     def metrics(
         report: Report, stats: Mapping[str, jax.Array], totals: losses.Totals
@@ -89,7 +81,7 @@ def objective(cfg: config.Config, rl: Settings) -> Objective:
 
 
 def make_score(
-    cfg: config.Config,
+    cfg: config.Config, segment: int | None = None
 ) -> Callable[[Any, Any, Experience], tuple[jax.Array, jax.Array, jax.Array | None]]:
     """(params, balance, experience) -> (logprob_BT, entropy_BT, routes_BTLA).
 
@@ -97,32 +89,29 @@ def make_score(
     the experts that each token used; None if there are none. Experts are replayed if
     the experience has some: without its `routes_BTLA` the router's own choice is found.
     Nothing is differentiated; rows are scored all at once, without micro-batches.
+
+    Args:
+      segment: as `config.rl.segment`; None: whole rows.
     """
     routes = "moe" in config.ffn_kinds(cfg.model)
 
     def score(
         params: Any, balance: Any, experience: Experience
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        out = transformer.apply(
-            cfg.model,
-            {"params": params, "balance": balance},
-            experience.tokens_BT,
-            experience.segment_ids_BT,
-            routes=routes,
-            routes_BTLA=experience.routes_BTLA,
+        variables = {"params": params, "balance": balance}
+        found, stats = segments.score(
+            cfg, variables, _rows(experience), length=segment, routes=routes
         )
-        chosen = canonical.routes(cfg.model, out.stats) if routes else None
-        return *_of_targets(cfg, out, experience), chosen
+        chosen = canonical.routes(cfg.model, stats) if routes else None
+        return *found[:2], chosen
 
     return score
 
 
-def _of_targets(
-    cfg: config.Config, out: transformer.Forward, experience: Experience
-) -> tuple[jax.Array, jax.Array]:
-    return chunked_logprobs(
-        out.h_BTD,
-        out.unembed_DW,
+def _rows(experience: Experience) -> segments.Rows:
+    return segments.Rows(
+        experience.tokens_BT,
         experience.targets_BT,
-        chunk_size=cfg.train.loss_chunk,
+        experience.segment_ids_BT,
+        experience.routes_BTLA,
     )

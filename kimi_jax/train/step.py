@@ -24,6 +24,8 @@ from kimi_jax.train import optimizer, qk_clip
 from kimi_jax.train.batch import Batch
 from kimi_jax.train.groups import rms_by_group
 
+_BALANCE_LOSS = "/balance_loss"
+
 
 class State(NamedTuple):
     """Everything a run must keep to continue exactly."""
@@ -105,6 +107,7 @@ def cross_entropy(cfg: config.Config) -> Objective:
 
 def make_loss(cfg: config.Config) -> Callable[..., tuple[jax.Array, Any]]:
     """The `loss` of `cross_entropy`; the summed cross-entropy alone is "nats"."""
+    aux_weight = cfg.model.moe.balancing.aux_weight
 
     def loss(params: Any, balance: Any, batch: Batch, totals: Totals) -> Any:
         out = forward(
@@ -117,22 +120,17 @@ def make_loss(cfg: config.Config) -> Callable[..., tuple[jax.Array, Any]]:
         )
         stats = traverse_util.flatten_dict(out.stats, sep="/")
         loss_sum, losses_BT = token_losses(cfg, out, batch)
-        share = loss_sum / totals.predicted + balance_share(cfg, stats, totals.tokens)
+        share = loss_sum / totals.predicted
+        share += aux_weight * balance_loss(stats) / totals.tokens
         nats = jnp.sum(losses_BT * batch.weights_BT)
         return share, (Report({"nats": nats}, {}), jax.lax.stop_gradient(stats))
 
     return loss
 
 
-def balance_share(
-    cfg: config.Config, stats: Mapping[str, jax.Array], tokens: jax.Array
-) -> jax.Array | float:
-    """What balancing by an auxiliary loss adds to the loss share of a micro-batch."""
-    balancing_cfg = cfg.model.moe.balancing
-    if balancing_cfg.method != "aux_loss":
-        return 0.0
-    losses = [x for name, x in stats.items() if name.endswith("/balance_loss")]
-    return balancing_cfg.aux_weight * sum(map(jnp.sum, losses)) / tokens
+def balance_loss(stats: Mapping[str, jax.Array]) -> jax.Array | float:
+    """What balancing by an auxiliary loss observed, summed over layers and tokens."""
+    return sum(jnp.sum(x) for name, x in stats.items() if name.endswith(_BALANCE_LOSS))
 
 
 def forward(

@@ -26,6 +26,7 @@ class Settings:
     aggregate: str = "token"
     replay_routes: bool = True
     update_balance: bool = True
+    segment: int | None = None
 
 
 CASES = {

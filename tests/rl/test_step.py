@@ -48,6 +48,12 @@ def experience():
     return jax.tree.map(lambda x: x if x.dtype == np.int32 else x.astype(float), batch)
 
 
+@functools.cache
+def whole():
+    """On one device, in whole rows."""
+    return step({})
+
+
 def step(sizes, settings=SETTINGS, **changes):
     """(state, metrics) after one step on a mesh of these sizes."""
     cfg = tiny.make(*CONFIG, *(f"mesh.{k}={v}" for k, v in sizes.items()))
@@ -69,7 +75,7 @@ def step(sizes, settings=SETTINGS, **changes):
 def test_meshes_and_micro_batches_change_nothing():
     """Loss, gradients, metrics, biases and statistics, in float64."""
     with jax.enable_x64(True):
-        model, one, metrics = step({})
+        model, one, metrics = whole()
         sizes = {"data": 2, "expert": 2, "context": 2}
         _, many, other = step(sizes, micro_batches=2)
     assert bool(metrics["finite"]) and metrics["predicted"] > 30
@@ -85,3 +91,22 @@ def test_meshes_and_micro_batches_change_nothing():
     first = canonical.flatten(model, tiny.variables(model)["balance"])
     after = canonical.flatten(model, one.balance)
     assert all(np.abs(after[k] - first[k]).max() > 1e-3 for k in first)
+
+
+@pytest.mark.slow
+def test_rows_in_pieces_change_nothing():
+    """Packed rows whose documents end in, at and across the borders of 4 pieces."""
+    with jax.enable_x64(True):
+        model, one, metrics = whole()
+        settings = dataclasses.replace(SETTINGS, segment=8)
+        _, many, other = step({}, settings)
+    for name in ("loss", "rl"):
+        chex.assert_trees_all_close(other[name], metrics[name], rtol=1e-11, atol=1e-13)
+    for name, x in metrics["stats"].items():
+        if name.rsplit("/", 1)[-1] in ("load_E", "agreed_slots", "depth_weights"):
+            np.testing.assert_allclose(other["stats"][name], x, rtol=1e-12)
+    want, got = (canonical.flatten(model, s._asdict()) for s in (one, many))
+    for name in want:
+        np.testing.assert_allclose(
+            got[name], want[name], rtol=1e-10, atol=1e-12, err_msg=name
+        )
