@@ -172,7 +172,8 @@ class Model:
 @dataclasses.dataclass(frozen=True)
 class Data:
     # Each a file, directory, tree:DIRECTORY or token store, or "": the default corpus.
-    # Or each a generated task, task:SPEC (docs/evaluations.md).
+    # Or each a generated task, task:SPEC (docs/evaluations.md), or each expert episodes
+    # of an environment, episodes:SPEC (docs/environments.md).
     sources: tuple[str, ...]
     # "bytes", the path of a tokenizer.json or tiktoken file, or "symbols:N".
     tokenizer: str

@@ -372,7 +372,7 @@ def _data(config: Config) -> Iterator[str]:
     twice = sorted({name for name in sources if sources.count(name) > 1})
     if twice:
         yield f"config.data.sources: {twice[0]!r} is named twice; name it once"
-    yield from _tasks(config.data)
+    yield from _generated(config.data)
     if config.evaluation.seed < 0:
         yield f"config.evaluation.seed={config.evaluation.seed}: must be 0 or more"
     if not config.data.tokenizer:
@@ -390,17 +390,24 @@ def _data(config: Config) -> Iterator[str]:
         yield f"config.sample.temperature={config.sample.temperature}: must be >= 0"
 
 
-def _tasks(data: Data) -> Iterator[str]:
-    """Rules of sources that are generated tasks."""
-    tasks = [source for source in data.sources if source.startswith("task:")]
-    texts = [source for source in data.sources if source not in tasks]
-    if tasks and texts:
-        yield (
-            f"config.data.sources: {tasks[0]!r} is a generated task and {texts[0]!r} "
-            "is text; train on one kind"
+def _generated(data: Data) -> Iterator[str]:
+    """Rules of sources that are generated tasks or expert episodes."""
+    kinds = {"task:": "a generated task", "episodes:": "expert episodes", "": "text"}
+    of = {
+        source: next(
+            kind for prefix, kind in kinds.items() if source.startswith(prefix)
         )
-    if tasks and (data.strata or data.strata_mixture):
-        yield "config.data.strata: generated tasks have no strata; use ()"
+        for source in data.sources
+    }
+    made = [source for source, kind in of.items() if kind != "text"]
+    other = [source for source in of if made and of[source] != of[made[0]]]
+    if other:
+        yield (
+            f"config.data.sources: {made[0]!r} is {of[made[0]]} and {other[0]!r} is "
+            f"{of[other[0]]}; train on one kind"
+        )
+    if made and (data.strata or data.strata_mixture):
+        yield "config.data.strata: generated tasks and episodes have no strata; use ()"
 
 
 def _monitor(config: Config) -> Iterator[str]:

@@ -179,6 +179,8 @@ def expert_episode(
     for name, value in (("noise", noise), ("skill", skill)):
         if not 0.0 <= value <= 1.0:
             raise UserError(f"{name}={value}: must be from 0 to 1")
+    if noise or skill < 1.0:
+        mistaken(environment)
     rng = np.random.default_rng((task.seed, task.difficulty, 1))
     careless_from = -1
     if rng.random() >= skill:

@@ -52,9 +52,12 @@ def mistaken(environment: Environment) -> Fallible:
     Raises:
       UserError: it has none.
     """
-    if isinstance(environment, Fallible):
+    inner = environment
+    while isinstance(inner, Rewarded):
+        inner = inner.environment
+    if isinstance(environment, Fallible) and isinstance(inner, Fallible):
         return environment
     raise UserError(
-        f"the environment {type(environment).__name__} has no method mistake(rng, "
+        f"the environment {type(inner).__name__} has no method mistake(rng, "
         "closing), which noise and skill need; write one, or leave both out"
     )

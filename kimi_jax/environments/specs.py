@@ -13,7 +13,9 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from kimi_jax.environments.code import Code
 from kimi_jax.environments.dialogue import Dialogue
+from kimi_jax.environments.documents import Documents
 from kimi_jax.environments.environment import Environment, Task
 from kimi_jax.environments.format import Format
 from kimi_jax.environments.rewards import Rewarded
@@ -24,6 +26,8 @@ from kimi_jax.tasks.specs import Spec
 
 ENVIRONMENTS: Mapping[str, type] = {
     "tools": Tools,
+    "documents": Documents,
+    "code": Code,
 }
 _COMMON: Mapping[str, type] = {"difficulty": int, "length": int, "reward": str}
 _DEFAULTS = {"difficulty": 1, "length": 1024}
@@ -71,7 +75,7 @@ def make(spec: Spec, form: Format) -> Environment:
     Raises:
       UserError: its dials do not go together, or there is no such reward.
     """
-    environment = _make(spec, form)
+    environment = build(spec, form)
     inner = environment.environment if isinstance(environment, Rewarded) else None
     family = inner or environment
     if isinstance(family, Dialogue):
@@ -83,15 +87,13 @@ def make(spec: Spec, form: Format) -> Environment:
 def make_of(task: Task, form: Format) -> Environment:
     """The environment of a task, which `task_of` made of a spec that `make` took."""
     (spec,) = parse(task.environment)
-    return _make(spec, form)
+    return build(spec, form)
 
 
-def _make(spec: Spec, form: Format) -> Environment:
+def build(spec: Spec, form: Format) -> Environment:
+    """The environment of a spec that `make` took before: it is not checked again."""
     own = {k: v for k, v in spec.dials.items() if k not in _COMMON}
-    kind = _class(spec.name)
-    known = dials(kind)
-    made = kind(form, **{k: v for k, v in own.items() if k in known})
-    environment = cast(Environment, made)
+    environment = cast(Environment, _class(spec.name)(form, **own))
     if reward := spec.dials.get("reward"):
         module, _, function = reward.rpartition(".")
         return Rewarded(environment, _imported(f"reward={reward}", module, function))

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kimi_jax.config import Config
+from kimi_jax.data.generated import is_generated
 from kimi_jax.data.haystacks import load_haystack
 from kimi_jax.data.store import check_vocabulary
-from kimi_jax.data.task_windows import is_task
 from kimi_jax.data.tokenizer_files import load_tokenizer
 from kimi_jax.errors import UserError
 from kimi_jax.tasks import specs
@@ -110,10 +110,10 @@ def _task_cells(cfg: Config, spec: Spec, text: Text) -> Sequence[Cell]:
 
 def _text_cells(cfg: Config, spec: Spec, text: Text) -> Sequence[Cell]:
     sources = cfg.data.sources
-    if any(map(is_task, sources)):
+    if any(map(is_generated, sources)):
         raise UserError(
-            f"task {spec}: config.data.sources={sources} are generated tasks; name "
-            "them in --tasks, or set --config.data.sources to text"
+            f"task {spec}: config.data.sources={sources} are generated; name "
+            "other tasks, or set --config.data.sources to text"
         )
     source, multiple = spec.dials.get("source"), spec.dials.get("multiple")
     if source is not None and not 0 <= source < len(sources):
