@@ -223,7 +223,10 @@ def test_an_environment_that_answers_otherwise_ends_with_error(tmp_path):
     done = again.run([], group_size=2, version=1)
     assert sorted(t.finished for t in done) == ["done", "error"]
     (wrong,) = (t for t in done if t.finished == "error")
-    assert wrong.tokens == before.tokens and wrong.logprobs == before.logprobs
+    assert wrong.tokens == before.tokens[: len(wrong.tokens)]
+    assert wrong.logprobs == before.logprobs
+    assert len(wrong.logprobs) == wrong.policy_mask_N.sum()
+    assert len(wrong.routes) == len(wrong.tokens) - 1
     assert "not the same" in wrong.turns[-1].info["error"]
 
 
@@ -251,7 +254,8 @@ def test_damage_and_misfits_are_refused(tmp_path):
         ({"turn_tokens": 0}, "turn_tokens=0: must be at least 1"),
         ({"max_tokens": 1}, "max_tokens=1: must be at least 2"),
         ({"max_calls": 0}, "max_calls=0: must be at least 1, or None"),
-        ({"seconds": -1.0}, "seconds=-1.0"),
+        ({"seconds": -1.0}, "seconds=-1.0: must be above 0"),
+        ({"seconds": float("nan")}, "seconds=nan"),
         ({"max_tokens": 97}, "max_tokens=97, but the generator has length=96"),
     ],
 )
