@@ -37,19 +37,18 @@ class Limits:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            optional = field.name in ("max_calls", "seconds")
-            least = 2 if field.name == "max_tokens" else 1
-            if value is None and optional:
+        least = {"turn_tokens": 1, "max_turns": 1, "max_tokens": 2, "max_calls": 1}
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if name == "max_calls" and value is None:
                 continue
-            if field.name == "seconds" and value > 0:
-                continue
-            if value < least:
-                raise UserError(
-                    f"{field.name}={value}: must be at least {least}"
-                    + (", or None for no limit" if optional else "")
-                )
+            if value < smallest:
+                either = ", or None for no limit" if name == "max_calls" else ""
+                raise UserError(f"{name}={value}: must be at least {smallest}{either}")
+        if self.seconds is not None and not self.seconds > 0:
+            raise UserError(
+                f"seconds={self.seconds}: must be above 0, or None for no limit"
+            )
 
 
 @dataclasses.dataclass

@@ -356,15 +356,19 @@ class Rollouts:
         member.trajectory.turns.append(Turn(member.start, stop, reward, info))
 
     def _finish(self, member: Member, reason: Finished) -> None:
-        """Hand the trajectory out and free the slot."""
-        sequence, trajectory = member.sequence, member.trajectory
+        self._members.remove(member)
+        self._hand_out(member.trajectory, member.sequence, reason)
+
+    def _hand_out(
+        self, trajectory: Trajectory, sequence: Live, reason: Finished
+    ) -> None:
+        """The trajectory has ended: free its slot."""
         # Tokens of the environment that were not read yet lead to nothing.
         trajectory.tokens = sequence.tokens[: sequence.read + 1]
         if sequence.routes:
             trajectory.routes = np.concatenate(sequence.routes)
         trajectory.finished = reason
         self.generator.close(sequence)
-        self._members.remove(member)
         self._ended.append(trajectory)
 
     def _take_time(self, seconds: float) -> None:
@@ -390,7 +394,7 @@ class Rollouts:
     def _resume(self, part: rollout_state.Part) -> None:
         """A member from its saved trajectory and its sequence in a slot."""
         trajectory, sequence = part.trajectory, part.sequence
-        start, stop = part.start, len(sequence.tokens)
+        start = part.start
         environment, error = self._replay(trajectory, start)
         if environment is not None:
             drawn, seconds = sequence.tokens[start:], part.seconds
@@ -401,10 +405,9 @@ class Rollouts:
             )
             return
         info = {"error": error, "success": False}
-        trajectory.turns.append(Turn(start, stop, 0.0, info))
-        trajectory.tokens, trajectory.finished = list(sequence.tokens), "error"
-        self.generator.close(sequence)
-        self._ended.append(trajectory)
+        stop = sequence.read + 1  # all that was drawn lies before
+        trajectory.turns.append(Turn(min(start, stop), stop, 0.0, info))
+        self._hand_out(trajectory, sequence, "error")
 
     def _replay(
         self, trajectory: Trajectory, end: int

@@ -4,9 +4,11 @@ import dataclasses
 import itertools
 import json
 
+import jax
 import numpy as np
 import pytest
 
+from kimi_jax import sharding
 from kimi_jax.errors import UserError
 from kimi_jax.infer.pages import CacheFull
 from kimi_jax.infer.sampling import Sampling
@@ -90,6 +92,26 @@ def test_two_slots_play_as_eight_do(played):
     assert few.generator.pager.in_use() == 0 and few.statistics.live_mean <= 2
 
 
+@pytest.mark.slow
+def test_a_mesh_keeps_each_group_in_one_part_of_the_rows(played):
+    cfg = worlds.config("mesh.data=2", "mesh.tensor=2")
+    mesh = sharding.make_mesh(cfg, jax.devices()[:4])
+    variables = tiny.variables(cfg.model)
+    places = sharding.state_shardings(mesh, variables)
+    made = rollouts(4, mesh=mesh, variables=jax.device_put(variables, places))
+    done, parts, tasks = {}, {}, TASKS
+    while tasks or made.unfinished or made.waiting:
+        done |= by_name(made.run(tasks, group_size=3, version=2, max_calls=1))
+        for member in made._members:
+            part = made.generator.pager.shard(member.sequence.slot)
+            parts.setdefault(member.trajectory.group, set()).add(part)
+        tasks = []
+    assert sorted(map(len, parts.values())) == [1, 1, 1]
+    assert set.union(*parts.values()) == {0, 1}
+    assert_equal(done, played[0], exact=False)
+    assert made.generator.pager.in_use() == 0
+
+
 def test_a_trajectory_is_json_and_back(played):
     for t in played[0].values():
         again = from_json(json.loads(json.dumps(t.to_json())))
@@ -104,12 +126,13 @@ def test_a_trajectory_is_json_and_back(played):
 
 def test_partial_rollouts_go_on_and_a_restored_run_equals_them(played, tmp_path):
     """In runs of three calls; then from the files of every pause, to the bit."""
-    made, done = rollouts(2), {}
+    made, done, pages = rollouts(2), {}, {}
     tasks, version = TASKS, 0
     while tasks or made.unfinished or made.waiting:
         done |= by_name(made.run(tasks, group_size=3, version=version, max_calls=3))
         tasks, version = [], version + 1
         made.save(tmp_path / str(version))
+        pages[version] = made.generator.pager.in_use()
     for name, t in done.items():
         assert sorted(t.versions) == t.versions
         assert t.tokens == played[0][name].tokens
@@ -117,6 +140,7 @@ def test_partial_rollouts_go_on_and_a_restored_run_equals_them(played, tmp_path)
     for pause in (1, 2, version // 2):
         again = rollouts(2)
         again.load(tmp_path / str(pause))
+        assert again.generator.pager.in_use() == pages[pause]  # shared as before
         part = {}
         for number in range(pause, version):
             part |= by_name(again.run([], group_size=1, version=number, max_calls=3))
@@ -199,7 +223,10 @@ def test_an_environment_that_answers_otherwise_ends_with_error(tmp_path):
     done = again.run([], group_size=2, version=1)
     assert sorted(t.finished for t in done) == ["done", "error"]
     (wrong,) = (t for t in done if t.finished == "error")
-    assert wrong.tokens == before.tokens and wrong.logprobs == before.logprobs
+    assert wrong.tokens == before.tokens[: len(wrong.tokens)]
+    assert wrong.logprobs == before.logprobs
+    assert len(wrong.logprobs) == wrong.policy_mask_N.sum()
+    assert len(wrong.routes) == len(wrong.tokens) - 1
     assert "not the same" in wrong.turns[-1].info["error"]
 
 
@@ -227,7 +254,8 @@ def test_damage_and_misfits_are_refused(tmp_path):
         ({"turn_tokens": 0}, "turn_tokens=0: must be at least 1"),
         ({"max_tokens": 1}, "max_tokens=1: must be at least 2"),
         ({"max_calls": 0}, "max_calls=0: must be at least 1, or None"),
-        ({"seconds": -1.0}, "seconds=-1.0"),
+        ({"seconds": -1.0}, "seconds=-1.0: must be above 0"),
+        ({"seconds": float("nan")}, "seconds=nan"),
         ({"max_tokens": 97}, "max_tokens=97, but the generator has length=96"),
     ],
 )
@@ -241,5 +269,36 @@ def test_what_has_no_room_is_refused_and_does_not_hang():
         rollouts(1).run(TASKS, group_size=2, version=0)
     with pytest.raises(UserError, match="group_size=0"):
         rollouts(1).run(TASKS, group_size=0, version=0)
+    made = rollouts(8)
+    for _ in range(7):
+        made.generator.open([1], room=95)
     with pytest.raises(CacheFull, match="no room for a trajectory of max_tokens=64"):
-        rollouts(8, num_pages=12).run(TASKS, group_size=1, version=0)
+        made.run(TASKS, group_size=2, version=0)
+
+
+def test_forking_a_group_copies_the_states_of_kda_and_a_page():
+    """34 tokens are read: 8 whole pages are shared, the part of a ninth is copied."""
+    made = worlds.generator(8)
+    root = made.open(worlds.tokens(35))
+    made.read([root])
+    before, held = jax.device_get(made.cache), made.pager.in_use()
+    forks = made.fork(root, 7)
+    after = jax.device_get(made.cache)
+    assert held == 9 and made.pager.in_use() == 9 + 7
+
+    def changed(old, new):
+        """Rows or pages, along the third axis, that are not as they were."""
+        differs = np.moveaxis(old != new, 2, 0).reshape(old.shape[2], -1)
+        return np.flatnonzero(differs.any(axis=1)).tolist()
+
+    copied, chosen = 0, [fork.slot for fork in forks]
+    old_states, new_states = map(jax.tree.leaves, (before.states, after.states))
+    for x, y in zip(old_states, new_states, strict=True):
+        assert changed(x, y) == chosen
+        copied += y[:, :, chosen].nbytes
+    # One layer, 2 heads: a state of 8 x 8 and the last 3 of q, k, v, in float32.
+    assert copied == 7 * 2 * (8 * 8 + 3 * 3 * 8) * 4
+    ninth = sorted(made.pager.where(fork.slot, 8) for fork in forks)
+    old_pages, new_pages = map(jax.tree.leaves, (before.pages, after.pages))
+    for x, y in zip(old_pages, new_pages, strict=True):
+        assert changed(x, y) == ninth

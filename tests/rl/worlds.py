@@ -17,20 +17,25 @@ SETTINGS = {
 END = 7  # the token that ends a turn
 
 
-def model():
+def config(*overrides):
     """A layer of KDA and one of MLA, one of them with experts."""
     return tiny.make(
         "model.num_layers=2",
         "model.attention=kda,mla",
         "model.ffn.num_dense_layers=1",
         "model.residual.block_size=1",
-    ).model
+        *overrides,
+    )
 
 
 def generator(slots, **settings):
-    made = model()
-    variables = settings.pop("variables", None) or tiny.variables(made)
-    return Generator(made, variables, **{**SETTINGS, "slots": slots, **settings})
+    model = config().model
+    variables = settings.pop("variables", None) or tiny.variables(model)
+    return Generator(model, variables, **{**SETTINGS, "slots": slots, **settings})
+
+
+def tokens(count, seed=0):
+    return np.random.default_rng(seed).integers(8, 256, count).tolist()
 
 
 class Echo:
@@ -42,7 +47,7 @@ class Echo:
 
     def reset(self, task):
         self.task, self.turn = task, 0
-        return np.random.default_rng(task.seed).integers(8, 256, task.length).tolist()
+        return tokens(task.length, task.seed)
 
     def step(self, tokens):
         self.turn += 1
