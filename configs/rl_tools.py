@@ -60,8 +60,8 @@ def get_config(arg=""):
         turn_tokens=16,
         max_turns=10,
         max_tokens=161,
-        slots=64,
-        decode_steps=4,
+        slots=16,
+        decode_steps=24,  # a turn, or an answer, in one call
     )
     config.train.update(
         steps=300, batch_size=32, eval_every=30, checkpoint_every=30

@@ -79,7 +79,7 @@ class Learner:
         self._rows = sharding.batch_sharding(mesh)
         self._replay = _replay(cfg.model)
         self._others: dict[str, Any] = {}
-        self._score = jax.jit(make_score(cfg))
+        self._score = jax.jit(make_score(cfg, cfg.rl.segment))
         step = _compile(cfg, mesh, transform, self._replay, self._scored())
         feed = Feed(
             lambda host: on_mesh(host, self._rows),
