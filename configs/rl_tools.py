@@ -63,7 +63,5 @@ def get_config(arg=""):
         slots=16,
         decode_steps=24,  # a turn, or an answer, in one call
     )
-    config.train.update(
-        steps=300, batch_size=32, eval_every=30, checkpoint_every=30
-    )
+    config.train.update(steps=300, batch_size=32, eval_every=30, checkpoint_every=30)
     return config

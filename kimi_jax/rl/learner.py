@@ -204,9 +204,8 @@ class Learner:
                 f"{model.vocab_size} tokens, that of config.model "
                 f"{self._cfg.model.vocab_size}; they need the same tokenizer"
             )
-        return variables, jax.jit(
-            make_score(dataclasses.replace(self._cfg, model=model))
-        )
+        own = dataclasses.replace(self._cfg, model=model)
+        return variables, jax.jit(make_score(own, self._rl.segment))
 
     def _start(self) -> tuple[Any, Any]:
         """The reference: where the run began, or another checkpoint."""
@@ -323,7 +322,7 @@ def _mismatch(
         for was, age, now_BT in rows
     ]
     was_NBT, now_NBT, weight_NBT, age_NBT = map(np.stack, zip(*found, strict=True))
-    numbers = {}
+    numbers: dict[str, float] = {}
     for age, name in ((0, "mismatch"), (1, "mismatch_carried")):
         own_NBT = weight_NBT * (age_NBT == age)
         if own_NBT.any():

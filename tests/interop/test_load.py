@@ -98,7 +98,8 @@ def test_scalars_are_read_into_their_stack():
     """As the weights of additive residuals are, one a layer."""
 
     class Scalars:
-        arrays = {name: np.zeros(()) for name in "ab"}
+        def __init__(self):
+            self.arrays = {name: np.zeros(()) for name in "ab"}
 
         def rows(self, name):
             return 1

@@ -17,7 +17,9 @@ from kimi_jax.rl.trajectory import Trajectory, Turn
 FORM = make_format(load_tokenizer("bytes"))
 
 
-def trajectory(*, reward=1.0, finished="done", difficulty=1, length=64, member=0, **info):
+def trajectory(
+    *, reward=1.0, finished="done", difficulty=1, length=64, member=0, **info
+):
     """<bos><user>7<end><assistant>get 7<end><tool>=<3><end><assistant>say 3<end>"""
     prompt = [FORM.bos, *FORM.render("user", "7"), *FORM.open("assistant")]
     first, last = FORM.close("get 7"), FORM.close("say 3")
@@ -80,7 +82,9 @@ def test_trajectories_are_kept_evenly_and_come_back(tmp_path):
 
 def test_the_viewer_shows_roles_rewards_and_unlikely_tokens():
     entry = Entry(trajectory(), [0.5, -0.25])
-    found = [(s.role, FORM.text_of(s.tokens), s.turn) for s in viewer.spans(entry, FORM)]
+    found = [
+        (s.role, FORM.text_of(s.tokens), s.turn) for s in viewer.spans(entry, FORM)
+    ]
     assert found == [
         ("system", "", None),
         ("user", "7", None),
