@@ -228,6 +228,11 @@ def alerts() -> dict:
     }
 
 
+def episodes(tasks: tuple[str, ...], skill: float) -> tuple[str, ...]:
+    """For `data.sources`: experts who solve that share of their episodes."""
+    return tuple(f"episodes:{task}:skill={skill}" for task in tasks)
+
+
 def rl() -> dict:
     """For `rl`: reinforcement learning; the file names its environments."""
     return {

@@ -27,7 +27,7 @@ def get_config(arg=""):
         raise ValueError(f"argument {arg!r}: write warm, or nothing")
     config = common.base()
     config.name = "rl_tools"
-    config.data.sources = tuple(f"episodes:{task}:skill={SKILL}" for task in TASKS)
+    config.data.sources = common.episodes(TASKS, SKILL)
     model = config.model
     model.update(width=96, num_layers=2, attention=("kda", "mla"))
     model.kda.update(num_heads=3, key_dim=32, value_dim=32, gate_rank=16)

@@ -11,6 +11,7 @@ from rich.console import Console
 from configs import common
 from kimi_jax import config_io
 from kimi_jax.errors import UserError
+from kimi_jax.evals.run import evaluate
 from kimi_jax.monitor.metrics import read_metrics
 from kimi_jax.rl import archive, loop, storage
 from kimi_jax.rl.rollout import Rollouts
@@ -27,7 +28,10 @@ SMALL = (
 )
 
 
-def make(*overrides):
+MESH = dict.fromkeys(("data", "fsdp", "expert", "context", "tensor"), 1)
+
+
+def make(*overrides, change=lambda rl: None):
     values = tiny.values()
     values.rl = common.rl()
     values.rl.update(
@@ -45,21 +49,33 @@ def make(*overrides):
         max_staleness=3,
         reuse=0.25,
     )
+    change(values.rl)
     values.train.update(
         steps=3, seq_len=32, batch_size=4, eval_every=3, checkpoint_every=1
     )
     return config_io.from_dict(values, [*SMALL, *overrides])
 
 
+def reinforce(workdir, *overrides, change=lambda rl: None):
+    """A silent run; returns its workdir."""
+    with open(os.devnull, "w") as quiet:
+        cfg = make(*overrides, change=change)
+        loop.reinforce(cfg, str(workdir), console=Console(file=quiet))
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The workdir of a run that nothing has interrupted."""
+    return reinforce(tmp_path_factory.mktemp("runs") / "whole")
+
+
 @pytest.fixture
 def run(tmp_path):
     """Trains with overrides in a workdir below `tmp_path`; returns the workdir."""
 
-    def start(name, *overrides):
-        with open(os.devnull, "w") as quiet:
-            console = Console(file=quiet)
-            loop.reinforce(make(*overrides), str(tmp_path / name), console=console)
-        return tmp_path / name
+    def start(name, *overrides, **options):
+        return reinforce(tmp_path / name, *overrides, **options)
 
     return start
 
@@ -98,8 +114,7 @@ def interrupt_in(monkeypatch, iteration):
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_resumes_to_the_same_bits(run, monkeypatch):
-    whole = run("whole")
+def test_an_interrupted_run_resumes_to_the_same_bits(whole, run, monkeypatch):
     # Saving as such changes nothing either.
     with monkeypatch.context() as patch:
         interrupt_in(patch, 1)
@@ -138,3 +153,53 @@ def test_what_cannot_run_is_refused_before_anything_is_written(run, tmp_path):
         with pytest.raises(UserError, match=words):
             run("refused", override)
     assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.slow
+def test_separate_meshes_references_and_a_teacher(whole, run, tmp_path):
+    """Everything that an iteration may read besides, at once; then an evaluation."""
+    apart = run(
+        "apart",
+        f"train.init_from={whole}",
+        f"rl.teacher={whole}",
+        "rl.distill_weight=0.5",
+        "rl.kl_weight=0.1",
+        "rl.rewards=shuffled",
+        "rl.iterations=2",
+        "train.steps=2",
+        "rl.max_calls=none",
+        "rl.keep_trajectories=none",
+        "mesh.fsdp=2",
+        change=lambda rl: rl.update(rollout_mesh={**MESH, "data": 2}),
+    )
+    before, after = (r for r in curve(apart) if "iteration" in r)
+    # At first policy, reference and teacher are one.
+    assert abs(before["kl_teacher"]) < 1e-5 and before["reference_kl"] < 1e-9
+    assert after["reference_kl"] > 1e-7 and after["mismatch"] < 1e-4
+    assert before["staleness"] == after["staleness"] == 0
+    # All of an iteration is kept, with advantages that sum to zero in each group.
+    kept = archive.read(apart, 1)
+    assert len(kept) == 6 and {len(e.trajectory.turns) for e in kept} == {2}
+    groups = {}
+    for entry in kept:
+        groups.setdefault(entry.trajectory.group, []).append(entry.advantages[0])
+    assert {*groups} == {2, 3}
+    assert all(abs(sum(values)) < 1e-6 for values in groups.values())
+    words = r"rollout_mesh: 8 devices after the 1 of config.mesh, and there are 8"
+    with pytest.raises(UserError, match=words):
+        run("many", change=lambda rl: rl.update(rollout_mesh={**MESH, "data": 8}))
+    results = evaluate(
+        make("evaluation.examples=4", "rl.slots=2"),
+        str(apart),
+        "episodes:tests.rl.toys:Even:difficulty=1/2:length=1K:temperature=1.0",
+        str(tmp_path / "evaluation"),
+        Console(quiet=True),
+    )
+    records = json.loads(results.read_text())["results"]
+    assert [r["dials"]["difficulty"] for r in records] == [1, 2]
+    for record in records:
+        assert record["examples"] == 4 and record["turns"] == 2
+        assert 0.0 <= record["success"] <= 1.0
+    report = (tmp_path / "evaluation" / "report.md").read_text()
+    assert "## Episodes: acting in environments" in report
+    assert "plots/episodes_tests.rl.toys_Even_at_1.png" in report
