@@ -3,10 +3,10 @@
     system     find TEXT, read PAGE, say ANSWER; the last line holds
     user       4 pages: k7 boss town       the town of the boss of k7
     assistant  find k7 boss                tool 1 3
-    assistant  read 3                      tool p4 town kolabe. k7 boss m2.
+    assistant  read 3                      tool p4 town 3k. k7 boss m2.
     assistant  find m2 town                tool 2
-    assistant  read 2                      tool m2 town sobela.
-    assistant  say sobela
+    assistant  read 2                      tool m2 town 5e.
+    assistant  say 5e
 
 A fact is a line "KEY RELATION VALUE."; of several for a key and a relation the last in
 the document holds. `difficulty` counts the lines that matter: 1 is one fact, 2 one fact
@@ -28,7 +28,6 @@ import numpy as np
 from kimi_jax.environments.dialogue import Dialogue, Reply, filler, pick, small_number
 from kimi_jax.environments.environment import Task
 from kimi_jax.environments.format import BadTurn
-from kimi_jax.tasks.words import made_up
 
 MOST = 100  # distractors
 LARGEST = 1 << 26  # tokens of a document
@@ -37,6 +36,7 @@ _RELATIONS = ("boss", "twin", "host", "aunt")
 _TRAITS = ("town", "ship", "song", "food")
 _SHOWN = 8  # pages that `find` tells, the last ones
 _KEYS = [f"{a}{digit}" for a in string.ascii_lowercase for digit in range(10)]
+_VALUES = [f"{digit}{a}" for a in string.ascii_lowercase for digit in range(10)]
 
 
 @dataclasses.dataclass
@@ -133,10 +133,10 @@ class Documents(Dialogue):
         revised = rng.integers(hops, size=task.difficulty - hops)
         often = (np.bincount(revised, minlength=hops) + 1).tolist()
         keys = pick(rng, _KEYS, len(_KEYS))
-        words = made_up(rng, often[-1] + self.distractors)
+        values = pick(rng, _VALUES, often[-1] + self.distractors)
         (relation,) = pick(rng, _RELATIONS, 1)
         trait, *others = pick(rng, _TRAITS, len(_TRAITS))
-        self._question, self._told = f"{keys[0]} {trait}", [words[: often[-1]]]
+        self._question, self._told = f"{keys[0]} {trait}", [values[: often[-1]]]
         self._facts = [f"{keys[0]} {trait}"]
         if hops == 2:
             self._question = f"{keys[0]} {relation} {trait}"
@@ -148,8 +148,8 @@ class Documents(Dialogue):
         self._decoys = {
             f"{right} {others[i // 2]}"
             if i in (1, 3, 5)
-            else f"{rest[i]} {trait}": word
-            for i, word in enumerate(words[often[-1] :])
+            else f"{rest[i]} {trait}": value
+            for i, value in enumerate(values[often[-1] :])
         }
 
     def _place_lines(self, rng: np.random.Generator) -> None:
