@@ -111,12 +111,11 @@ class Measure:
         limits = dataclasses.replace(
             cfg.rl, max_tokens=most, slots=-(-slots // rows) * rows
         )
+        cfg = dataclasses.replace(cfg, rl=limits)
         world = players.make_world(cfg, [str(cell.world)])
         tasks = held_out(world.cells, evaluation.examples, evaluation.seed)
         sampling = Sampling(cell.spec.dials["temperature"])
-        played = players.play(
-            cfg, limits, world, self._variables, self._mesh, tasks, sampling
-        )
+        played = players.play(cfg, world, self._variables, self._mesh, tasks, sampling)
         done(len(played))
         won_N = np.array([trajectory.success for trajectory in played])
         prompts = json.dumps([world.environment(t).reset(t) for t in tasks])

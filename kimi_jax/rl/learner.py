@@ -11,7 +11,7 @@ import dataclasses
 import math
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -73,7 +73,12 @@ class Learner:
         folder: pathlib.Path,
         writer: Writer,
         progress: Progress,
+        around: Callable[[Any], Any],
     ):
+        """
+        Args:
+          around: of the compiled step, such as `Profiler.around`.
+        """
         assert cfg.rl is not None
         self._cfg, self._rl, self._mesh = cfg, cfg.rl, mesh
         self._rows = sharding.batch_sharding(mesh)
@@ -86,7 +91,9 @@ class Learner:
             lambda placed: {k: x for k, x in placed._asdict().items() if x is not None},
             _as_text,
         )
-        self._step = GuardedStep(step, cfg, mesh, folder, writer, progress, feed)
+        self._step = GuardedStep(
+            around(step), cfg, mesh, folder, writer, progress, feed
+        )
         self._note = progress.note
 
     def learn(

@@ -15,6 +15,7 @@ exactly.
 from __future__ import annotations
 
 import contextlib
+import functools
 import pathlib
 import time
 from typing import Any, NamedTuple
@@ -25,7 +26,6 @@ from rich.console import Console
 from kimi_jax import accounting, sharding
 from kimi_jax.config import RL, Config
 from kimi_jax.errors import UserError
-from kimi_jax.infer.sampling import Sampling
 from kimi_jax.monitor.console import Progress, print_first_screen
 from kimi_jax.monitor.metrics import Record, Writer
 from kimi_jax.monitor.report import build_report
@@ -39,6 +39,7 @@ from kimi_jax.train import first_screen, optimizer, workdir
 from kimi_jax.train.alarm import Alarm, Alarmed, stop_message
 from kimi_jax.train.checkpoint import Checkpointer
 from kimi_jax.train.interrupt import Interrupt
+from kimi_jax.train.profile import Profiler
 from kimi_jax.train.session import (
     Interrupted,
     first_state,
@@ -92,32 +93,30 @@ def reinforce(cfg: Config, path: str, *, console: Console, command: str = "") ->
         resume_step = first if resumable else None
         metrics = open_metrics(stack, folder, resume_step, cfg.monitor)
         _show(console, cfg, mesh, acting, world, folder, first)
+        profiler = stack.enter_context(Profiler(cfg.monitor, folder, progress.note))
         metrics.write("run", first, **_about(cfg, first, command))
         progress.note("compiling the learner ...")
-        learner = Learner(cfg, mesh, transform, folder, metrics, progress)
-        generator = players.make_generator(cfg, rl, _variables(state, acting), acting)
-        sampling = Sampling(rl.temperature, top_p=rl.top_p)
-        rollouts = players.make_rollouts(rl, world, generator, sampling, cfg.train.seed)
-        memory = Memory(rl, world.cells, cfg.train.seed)
-        if first:
-            kept = storage.from_bytes(checkpoints.restore_extra())
-            memory.restore(kept["memory"])
-            rollouts.restore(kept["rollouts"])
-        alarm = Alarm(cfg.alerts, metrics, progress)
+        around = functools.partial(profiler.around, finished=first)
+        learner = Learner(cfg, mesh, transform, folder, metrics, progress, around)
+        variables = _variables(state, acting)
         run = _Run(
             cfg,
             rl,
             folder,
             world,
             acting,
-            rollouts,
-            memory,
+            players.make_rollouts(cfg, world, variables, acting),
+            Memory(rl, world.cells, cfg.train.seed),
             learner,
             checkpoints,
             metrics,
             progress,
-            alarm,
+            Alarm(cfg.alerts, metrics, progress),
         )
+        if first:
+            kept = storage.from_bytes(checkpoints.restore_extra())
+            run.memory.restore(kept["memory"])
+            run.rollouts.restore(kept["rollouts"])
         with Interrupt() as interrupt:
             _iterations(run, state, interrupt)
         metrics.write("run", cfg.train.steps, event="end")
@@ -179,6 +178,7 @@ def _iteration(run: _Run, state: State) -> tuple[State, Record]:
     numbers |= learned.numbers | {
         "iteration": iteration + 1,
         "optimizer_steps": learned.steps,
+        "waiting_trajectories": len(learned.left),
         "unfinished": len(rollouts.unfinished) + rollouts.waiting,
         **_rollout_times(rollouts, acted),
     }
@@ -197,12 +197,11 @@ def _evaluate(run: _Run, state: State, step: int) -> None:
     cells, seed = run.world.cells, run.cfg.evaluation.seed
     played = players.play(
         run.cfg,
-        run.rl,
         run.world,
         _variables(state, run.acting),
         run.acting,
         held_out(cells, run.rl.eval_tasks, seed),
-        Sampling(run.rl.temperature, top_p=run.rl.top_p),
+        players.sampling(run.rl),
     )
     numbers = health.rollout_health(played, 0)
     seconds = time.monotonic() - started

@@ -91,11 +91,28 @@ def on_mesh(variables: Any, mesh: jax.sharding.Mesh) -> Any:
     return jax.device_put(variables, sharding.state_shardings(mesh, variables))
 
 
-def make_generator(
-    cfg: Config, rl: RL, variables: Any, mesh: jax.sharding.Mesh
-) -> Generator:
-    """With a slot for every trajectory that is written at one time."""
-    return Generator(
+def sampling(rl: RL) -> Sampling:
+    """How a policy in training draws."""
+    return Sampling(rl.temperature, top_p=rl.top_p)
+
+
+def make_rollouts(
+    cfg: Config,
+    world: World,
+    variables: Any,
+    mesh: jax.sharding.Mesh,
+    how: Sampling | None = None,
+    seed: int | None = None,
+) -> Rollouts:
+    """With a generator of its own, within the limits of the config.
+
+    Args:
+      how: None: as in training.
+      seed: of the draws; None: that of training.
+    """
+    rl = cfg.rl
+    assert rl is not None
+    generator = Generator(
         cfg.model,
         variables,
         slots=rl.slots,
@@ -104,12 +121,6 @@ def make_generator(
         decode_steps=rl.decode_steps,
         routes="moe" in config.ffn_kinds(cfg.model),
     )
-
-
-def make_rollouts(
-    rl: RL, world: World, generator: Generator, sampling: Sampling, seed: int
-) -> Rollouts:
-    """`Rollouts` within the limits of the config."""
     return Rollouts(
         generator,
         world.environment,
@@ -120,28 +131,28 @@ def make_rollouts(
             max_calls=rl.max_calls,
             seconds=rl.max_seconds,
         ),
-        sampling,
+        sampling(rl) if how is None else how,
         ((world.form.end,),),
-        seed,
+        cfg.train.seed if seed is None else seed,
     )
 
 
 def play(
     cfg: Config,
-    rl: RL,
     world: World,
     variables: Any,
     mesh: jax.sharding.Mesh,
     tasks: Sequence[Task],
-    sampling: Sampling,
+    how: Sampling,
 ) -> list[Trajectory]:
     """Each task once, to its end, in the order of the tasks.
 
     In slots of its own: trajectories that live elsewhere go on undisturbed.
     """
-    whole = dataclasses.replace(rl, max_calls=None)
-    generator = make_generator(cfg, whole, variables, mesh)
-    rollouts = make_rollouts(whole, world, generator, sampling, cfg.evaluation.seed)
+    assert cfg.rl is not None
+    whole = dataclasses.replace(cfg, rl=dataclasses.replace(cfg.rl, max_calls=None))
+    seed = cfg.evaluation.seed
+    rollouts = make_rollouts(whole, world, variables, mesh, how, seed)
     done = rollouts.run(tasks, group_size=1, version=0)
     return sorted(done, key=lambda trajectory: trajectory.group)
 
