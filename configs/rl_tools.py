@@ -45,14 +45,16 @@ def get_config(arg=""):
         return config
     config.optimizer.update(
         kind="adamw",
-        learning_rate=3e-4,
+        learning_rate=1e-3,
         schedule="wsd",
         warmup_fraction=0.02,
         weight_decay=0.0,
     )
     config.rl = common.rl()
     config.rl.update(
-        environments=TASKS,
+        # Half of the credit is for look-ups that were right, whatever became of them.
+        environments=tuple(f"{task}:process=1" for task in TASKS),
+        turn_credit=0.5,
         iterations=150,
         groups=16,
         group_size=8,

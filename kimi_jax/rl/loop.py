@@ -36,12 +36,12 @@ from kimi_jax.rl.players import World
 from kimi_jax.rl.rollout import Rollouts
 from kimi_jax.rl.task_sampler import held_out
 from kimi_jax.train import first_screen, optimizer, workdir
-from kimi_jax.train.alarm import Alarm, Alarmed, stop_message
+from kimi_jax.train.alarm import Alarm
 from kimi_jax.train.checkpoint import Checkpointer
 from kimi_jax.train.interrupt import Interrupt
 from kimi_jax.train.profile import Profiler
 from kimi_jax.train.session import (
-    Interrupted,
+    end_early,
     first_state,
     open_metrics,
     report_durable,
@@ -139,18 +139,15 @@ def _iterations(run: _Run, state: State, interrupt: Interrupt) -> None:
         due = _passed(before, step, train.checkpoint_every) or step == last
         if due or stop or alerts:
             _save(run, state)
-        if stop:
-            run.checkpoints.wait()
-            _report_saves(run)
-            raise Interrupted(
-                f"stopped by {stop.name} after step {step}, which is saved; the same "
-                "command resumes it",
-                128 + stop,  # the shell's convention
-            )
-        if alerts:
-            run.checkpoints.wait()
-            _report_saves(run)
-            raise Alarmed(stop_message(alerts, run.folder))
+        end_early(
+            step,
+            stop,
+            alerts,
+            run.folder,
+            run.checkpoints,
+            run.metrics,
+            run.progress,
+        )
     run.checkpoints.wait()
     _report_saves(run)
 

@@ -35,7 +35,7 @@ from kimi_jax.monitor.metrics import Writer, replace_file
 from kimi_jax.monitor.report import build_report
 from kimi_jax.monitor.tokenizing import tokenizing_lines
 from kimi_jax.train import first_screen, workdir
-from kimi_jax.train.alarm import Alarm, Alarmed, stop_message
+from kimi_jax.train.alarm import Alarm
 from kimi_jax.train.batch import Share, share_of_rows
 from kimi_jax.train.checkpoint import Checkpointer
 from kimi_jax.train.evaluate import Evaluator
@@ -45,7 +45,7 @@ from kimi_jax.train.profile import Profiler
 from kimi_jax.train.program import lower_train_step
 from kimi_jax.train.session import (
     READ_SECONDS,
-    Interrupted,
+    end_early,
     first_state,
     open_metrics,
     report_durable,
@@ -223,18 +223,15 @@ def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:
                 # First the records: a durable step never lacks those that lead to it.
                 run.metrics.flush()
                 run.checkpoints.save(state)
-        if stop:
-            run.checkpoints.wait()
-            _report_saves(run)
-            raise Interrupted(
-                f"stopped by {stop.name} after step {step}, which is saved; the same "
-                "command resumes it",
-                128 + stop,  # the shell's convention
-            )
-        if alerts:
-            run.checkpoints.wait()
-            _report_saves(run)
-            raise Alarmed(stop_message(alerts, run.folder))
+        end_early(
+            step,
+            stop,
+            alerts,
+            run.folder,
+            run.checkpoints,
+            run.metrics,
+            run.progress,
+        )
     run.checkpoints.wait()
     _report_saves(run)
     return state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import pathlib
+import signal
 
 import jax
 import optax
@@ -14,10 +15,12 @@ from kimi_jax.config import Config, Monitor
 from kimi_jax.errors import UserError
 from kimi_jax.interop.load import check_fits, differences, read_variables
 from kimi_jax.interop.sources import Source, open_source
+from kimi_jax.monitor.alerts import Alert
 from kimi_jax.monitor.console import Progress
 from kimi_jax.monitor.metrics import MetricsWriter, Mirror, SilentWriter, Writer
 from kimi_jax.monitor.prometheus import Exporter
 from kimi_jax.train import checkpoint_files
+from kimi_jax.train.alarm import Alarmed, stop_message
 from kimi_jax.train.checkpoint import Checkpointer
 from kimi_jax.train.program import compile_fast, state_shape
 from kimi_jax.train.step import State, init_state, start_state
@@ -97,6 +100,33 @@ def start_source(cfg: Config, folder: pathlib.Path) -> Source | None:
     source = open_source(cfg.train.init_from)
     check_fits(source, cfg.model)
     return source
+
+
+def end_early(
+    step: int,
+    stop: signal.Signals | None,
+    alerts: list[Alert],
+    folder: pathlib.Path,
+    checkpoints: Checkpointer,
+    metrics: Writer,
+    progress: Progress,
+) -> None:
+    """Ends a run that was asked to, or that an alert stops; `step` is being saved.
+
+    Raises:
+      Interrupted, Alarmed: once the save is durable. Without a reason it returns.
+    """
+    if not stop and not alerts:
+        return
+    checkpoints.wait()
+    report_durable(checkpoints, metrics, progress)
+    if stop:
+        raise Interrupted(
+            f"stopped by {stop.name} after step {step}, which is saved; the same "
+            "command resumes it",
+            128 + stop,  # the shell's convention
+        )
+    raise Alarmed(stop_message(alerts, folder))
 
 
 def report_durable(
