@@ -164,7 +164,7 @@ def penalty(tokens: int, most: float, budget: int) -> float:
     """What a trajectory of so many policy tokens loses of its reward.
 
     Nothing up to `budget`, `most` from twice the budget on, in between in proportion:
-    the soft punishment of over-long answers of DAPO, Eq. 13.
+    the soft punishment of over-long answers of DAPO.
     """
     if budget < 1:
         raise UserError(f"length_budget={budget}: tokens, at least 1")

@@ -196,7 +196,10 @@ def test_micro_batches_add_up_to_the_batch():
 
 
 def test_absurd_ratios_and_empty_batches_stay_finite():
-    (pi, entropy), experience = draw()
+    drawn = jax.tree.map(lambda x: x.astype(np.float32), draw())
+    (pi, entropy), experience = drawn
+    ids_BT = experience.segment_ids_BT.astype(np.int32)
+    experience = experience._replace(segment_ids_BT=ids_BT)
     settings = CASES["all"]
     far = experience._replace(
         old_BT=experience.old_BT - 1e4, behaviour_BT=experience.behaviour_BT + 1e5
