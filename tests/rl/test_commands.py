@@ -17,7 +17,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_trajectories_are_chosen_printed_and_written(tmp_path):
+def test_trajectories_are_chosen_and_printed(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_io.to_dict(tiny.make())))
     entries = [
         Entry(trajectory(reward=reward, member=i), [reward, reward])
@@ -32,9 +32,6 @@ def test_trajectories_are_chosen_printed_and_written(tmp_path):
     done = command(*name, "--difficulty=4", "--iteration=3")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "--difficulty=4: none is left; there are [1]" in done.stderr
-    done = command(*name, "--best=1", f"--html={tmp_path / 'page.html'}")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "page.html").read_text().count("<section>") == 1
 
 
 def test_a_config_without_the_section(tmp_path):
@@ -42,7 +39,4 @@ def test_a_config_without_the_section(tmp_path):
     done = command("experiments.rl", *flags)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "use a config that has the section, such as configs/rl_tools" in done.stderr
-    flags = ("--config=configs/rl_tools.py", f"--workdir={tmp_path / 'run'}")
-    done = command("experiments.train", *flags)
-    assert done.returncode == 1 and "python -m experiments.rl" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -101,27 +101,40 @@ def curve(workdir):
     ]
 
 
-def interrupt_in(monkeypatch, iteration):
-    """Ctrl-C while trajectories are written."""
-    play, calls = Rollouts.run, []
+def during(monkeypatch, iteration, happens):
+    """Call `happens` as the trajectories of an iteration begin to be written."""
+    play = Rollouts.run
 
-    def interrupted(self, *arguments, **options):
+    def run(self, *arguments, **options):
         if options["version"] == iteration and options["group_size"] > 1:
-            calls.append(os.kill(os.getpid(), signal.SIGINT))
+            happens()
         return play(self, *arguments, **options)
 
-    monkeypatch.setattr(Rollouts, "run", interrupted)
+    monkeypatch.setattr(Rollouts, "run", run)
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def die():
+    raise MemoryError("killed")
 
 
 @pytest.mark.slow
 def test_an_interrupted_run_resumes_to_the_same_bits(whole, run, monkeypatch):
     # Saving as such changes nothing either.
+    rarely = "train.checkpoint_every=9"
     with monkeypatch.context() as patch:
-        interrupt_in(patch, 1)
-        with pytest.raises(Interrupted, match="SIGINT after step 2") as caught:
-            run("parts", "train.checkpoint_every=9")
+        during(patch, 0, interrupt)
+        with pytest.raises(Interrupted, match="SIGINT after step 1") as caught:
+            run("parts", rarely)
     assert caught.value.exit_code == 130
-    parts = run("parts", "train.checkpoint_every=9")
+    with monkeypatch.context() as patch:
+        during(patch, 2, die)
+        with pytest.raises(MemoryError):
+            run("parts", rarely)
+    parts = run("parts", rarely)
     (want, beside), (got, also) = stored(whole), stored(parts)
     assert want.keys() == got.keys() and int(got["step"]) == 3
     for name in want:
@@ -140,7 +153,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(whole, run, monkeypatch):
     assert summary["success_on"] == "held-out tasks" and summary["iterations"] == 3
     assert "## Reinforcement learning" in (parts / "report.md").read_text()
     with pytest.raises(UserError, match=r"config.rl.groups: 2 in the workdir, 3 now"):
-        run("parts", "train.checkpoint_every=9", "rl.groups=3")
+        run("parts", rarely, "rl.groups=3")
 
 
 def test_what_cannot_run_is_refused_before_anything_is_written(run, tmp_path):
