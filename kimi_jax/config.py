@@ -318,8 +318,8 @@ class RL:
 
     environments: tuple[str, ...]  # specs, docs/environments.md
     # "shuffled" deals the rewards of an iteration to other trajectories: the control
-    # that must learn nothing.
-    rewards: Literal["task", "shuffled"]
+    # that must learn nothing. "none" pays nothing, where a teacher alone is followed.
+    rewards: Literal["task", "shuffled", "none"]
     iterations: int
     groups: int  # new ones an iteration; a group is trajectories of one task
     group_size: int
@@ -335,6 +335,7 @@ class RL:
     decode_steps: int  # most tokens of a call, after which finished turns are answered
     temperature: float
     top_p: float
+    # What the reward is compared with in the group; "none": the reward as it is.
     advantage: Literal["mean", "mean_std", "leave_one_out", "none"]
     turn_credit: float  # share of the advantage that comes from process rewards
     length_penalty: float  # taken off the reward at twice length_budget tokens

@@ -126,15 +126,10 @@ def _learning(rl: RL, config: Config) -> Iterator[str]:
             f"config.rl.group_size={rl.group_size}: advantage={rl.advantage!r} "
             "compares the members of a group; use at least 2"
         )
-    if rl.advantage == "none" and not rl.teacher:
+    if rl.rewards == "none" and not rl.teacher:
         yield (
-            "config.rl.advantage='none': then only a teacher tells what to learn; set "
-            "config.rl.teacher, or use advantage='mean'"
-        )
-    if rl.turn_credit and rl.advantage == "none":
-        yield (
-            f"config.rl.turn_credit={rl.turn_credit}: a share of the advantage, and "
-            "advantage='none' has none; use turn_credit=0"
+            "config.rl.rewards='none': then only a teacher tells what to learn; set "
+            "config.rl.teacher, or use rewards='task'"
         )
     if rl.replay_routes and "moe" not in ffn_kinds(config.model):
         yield (

@@ -20,7 +20,7 @@ from kimi_jax.rl.advantages import assign
 from kimi_jax.rl.archive import Entry
 from kimi_jax.rl.buffer import Buffer, Gather
 from kimi_jax.rl.task_sampler import Cell, Settings, TaskSampler
-from kimi_jax.rl.trajectory import Trajectory, Turn, from_json
+from kimi_jax.rl.trajectory import Trajectory, from_json
 
 
 class Lesson(NamedTuple):
@@ -71,8 +71,11 @@ class Memory:
         for group in groups:
             rate = sum(t.success for t in group) / len(group)
             self._sampler.update(group[0].task, rate)
+        numbers: dict[str, Any] = health.group_health(groups)
         if rl.rewards == "shuffled":
             groups = shuffled(groups, (self._seed, self.iteration))
+        elif rl.rewards == "none":
+            groups = [[_paid(t, 0.0) for t in group] for group in groups]
         fresh, flat = self._credit(groups)
         old: list[Entry] = []
         if rl.reuse:
@@ -84,7 +87,6 @@ class Memory:
                 self._buffer.add(group)
         entries = [*self._waiting, *fresh, *old]
         current = [entry for entry in entries if self._is_current(entry)]
-        numbers: dict[str, Any] = health.group_health(groups)
         numbers |= {
             "groups": len(groups),
             "flat_groups": flat,
@@ -133,10 +135,10 @@ class Memory:
             length_budget=rl.length_budget,
         )
         rows = zip(trajectories, assigned.advantages, assigned.flat, strict=True)
-        # A teacher has something to say about groups that are all alike too.
-        entries = [
-            Entry(t, a.tolist()) for t, a, flat in rows if rl.teacher or not flat
-        ]
+        # A teacher has something to say about groups that are all alike too, and so
+        # have rewards that are compared with nothing.
+        every = rl.teacher or rl.advantage == "none"
+        entries = [Entry(t, a.tolist()) for t, a, flat in rows if every or not flat]
         return entries, assigned.flat_groups
 
     def _is_current(self, entry: Entry) -> bool:
@@ -153,14 +155,12 @@ def shuffled(
     """
     pool = [t.reward for group in groups for t in group]
     rewards = iter(np.random.default_rng(seed).permutation(pool).tolist())
-    return [
-        [dataclasses.replace(t, turns=_paid(t.turns, next(rewards))) for t in group]
-        for group in groups
-    ]
+    return [[_paid(t, next(rewards)) for t in group] for group in groups]
 
 
-def _paid(turns: Sequence[Turn], reward: float) -> list[Turn]:
-    without = [dataclasses.replace(turn, reward=0.0) for turn in turns]
-    if without:
-        without[-1] = dataclasses.replace(without[-1], reward=reward)
-    return without
+def _paid(one: Trajectory, reward: float) -> Trajectory:
+    """With this reward alone, for the last turn."""
+    turns = [dataclasses.replace(turn, reward=0.0) for turn in one.turns]
+    if turns:
+        turns[-1] = dataclasses.replace(turns[-1], reward=reward)
+    return dataclasses.replace(one, turns=turns)
