@@ -18,6 +18,7 @@ def get_config():
     # of a last layer, which no later token needs.
     config.patterns = ("kda*2,mla,kda", "kda")
     # Tokens that are in the cache already when the cost of the next ones is measured.
+    # (): measure the forks alone.
     config.contexts = (1024, 16384, 262144, 1048576)
     config.chunk = 512  # tokens read in one call
     config.steps = 16  # tokens decoded in one call

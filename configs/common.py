@@ -26,6 +26,7 @@ def base() -> ConfigDict:
             "mesh": {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1},
             "cluster": cluster(),
             "monitor": {"profile": "", "prometheus_port": None},
+            "rl": None,
         }
     )
 
@@ -217,8 +218,68 @@ def alerts() -> dict:
         "loss_spike": 1.0,
         "throughput_drop": 0.5,
         "data_wait": 0.5,
+        "policy_kl": 0.3,
+        "mismatch": 0.05,
+        "effective_samples": 0.2,
+        "zero_variance": 0.9,
+        "environment_errors": 0.1,
         "window": 20,
         "stop": (),
+    }
+
+
+def episodes(tasks: tuple[str, ...], skill: float) -> tuple[str, ...]:
+    """For `data.sources`: experts who solve that share of their episodes."""
+    return tuple(f"episodes:{task}:skill={skill}" for task in tasks)
+
+
+def rl() -> dict:
+    """For `rl`: reinforcement learning; the file names its environments."""
+    return {
+        "environments": (),
+        "rewards": "task",
+        "iterations": 100,
+        "groups": 8,
+        "group_size": 8,
+        "steps_per_iteration": 1,
+        "turn_tokens": 64,
+        "max_turns": 16,
+        "max_tokens": 1024,
+        "max_calls": None,
+        "max_seconds": None,
+        "slots": 32,
+        "decode_steps": 8,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "advantage": "mean",
+        "turn_credit": 0.0,
+        "length_penalty": 0.0,
+        "length_budget": 512,
+        "ratio": "token",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "correction_cap": 2.0,
+        "kl_weight": 0.0,
+        "kl_to": "start",
+        "entropy_weight": 0.0,
+        "aggregate": "token",
+        "replay_routes": False,
+        "update_balance": False,
+        "max_staleness": 2,
+        "reuse": 0.0,
+        "teacher": "",
+        "distill_weight": 0.0,
+        "segment": None,
+        "sampler": {
+            "target_low": 0.2,
+            "target_high": 0.8,
+            "floor": 0.2,
+            "ema": 0.8,
+            "length_threshold": 0.0,
+        },
+        "rollout_mesh": None,
+        "eval_tasks": 16,
+        "keep_trajectories": 32,
     }
 
 

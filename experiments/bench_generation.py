@@ -2,7 +2,7 @@
 
 A cache is told that it holds the context, whatever is in it: the time of a call depends
 on how much there is to read and not on what. The prefix that is forked is really read.
-Times are those that the processors worked, which other programs disturb less.
+Times on a CPU are those that the processors worked, which other programs disturb less.
 """
 
 import resource
@@ -45,7 +45,7 @@ SIZES = {
 def run(config: ConfigDict) -> dict:
     """Returns the device, versions and one row a measurement."""
     rows: list[dict] = []
-    for pattern in config.patterns:
+    for pattern in config.patterns if config.contexts else ():
         rows += contexts(pattern, config)
     if config.prefix:
         rows += fork(config.patterns[0], config)
@@ -88,36 +88,46 @@ def contexts(pattern: str, config: ConfigDict) -> Iterator[dict]:
 
 
 def fork(pattern: str, config: ConfigDict) -> Iterator[dict]:
-    """Rows for reading a prefix once, and forking it."""
+    """Rows for reading a prefix once, and forking it for a group.
+
+    Memory is that of the sequences that live, their states and the pages in use: this
+    is what grows. The cache itself was allocated whole.
+    """
     generator = make(pattern, config.prefix + config.chunk, config.forks + 1, config)
     warm = generator.open([1] * (config.chunk + 2))
     for one in [*generator.fork(warm, 1), warm]:
         generator.close(one)
     sequence = generator.open([1] * (config.prefix + 2))
-    started = time.process_time()
-    generator.read([sequence])
-    jax.block_until_ready(generator.cache)
-    prefill = time.process_time() - started
-    pages = generator.pager.in_use()
-    started = time.process_time()
-    generator.fork(sequence, config.forks)
-    jax.block_until_ready(generator.cache)
-    forking = time.process_time() - started
-    yield {
-        "case": f"prefill {config.prefix}",
-        "implementation": pattern,
-        "ms": 1e3 * prefill,
-        "pages": pages,
-        "peak GB": peak(),
-    }
-    yield {
-        "case": f"{config.forks} forks",
-        "implementation": pattern,
-        "ms": 1e3 * forking,
-        "pages": generator.pager.in_use(),
-        "share of prefills": forking / (config.forks * prefill),
-        "peak GB": peak(),
-    }
+
+    def row(case: str, action: Callable[[], object]) -> dict:
+        started = clock()
+        action()
+        jax.block_until_ready(generator.cache)
+        spent = clock() - started
+        return {
+            "case": case,
+            "implementation": pattern,
+            "ms": 1e3 * spent,
+            "pages": generator.pager.in_use(),
+            **megabytes(generator),
+            "peak GB": peak(),
+        }
+
+    prefill = row(f"prefill {config.prefix}", lambda: generator.read([sequence]))
+    yield prefill
+    forks = row(f"{config.forks} forks", lambda: generator.fork(sequence, config.forks))
+    yield {**forks, "share of prefills": forks["ms"] / (config.forks * prefill["ms"])}
+
+
+def megabytes(generator: Generator) -> dict[str, float]:
+    """Of the sequences that live: their states, and the pages in use."""
+    parts = cache_bytes(generator.cache)
+    pool = parts.pop("pages")
+    live = generator.slots - len(generator.free_slots())
+    pages = jax.tree.leaves(generator.cache.pages)
+    used = generator.pager.in_use() / pages[0].shape[2] if pages else 0.0
+    states = sum(parts.values()) * live / generator.slots
+    return {"states MB": states / 1e6, "pages MB": pool * used / 1e6}
 
 
 def make(pattern: str, length: int, slots: int, config: ConfigDict) -> Generator:
@@ -146,14 +156,20 @@ def draw(model: config_lib.Model) -> Any:
     )
 
 
+def clock() -> float:
+    """Seconds: of the processors, or on the wall where an accelerator computes."""
+    cpu = jax.default_backend() == "cpu"
+    return time.process_time() if cpu else time.perf_counter()
+
+
 def median(action: Callable[[], None], rounds: int) -> float:
-    """Seconds of the processors, after a call that compiles."""
+    """Seconds of `clock`, after a call that compiles."""
     action()
     times = []
     for _ in range(rounds):
-        started = time.process_time()
+        started = clock()
         action()
-        times.append(time.process_time() - started)
+        times.append(clock() - started)
     return statistics.median(times)
 
 

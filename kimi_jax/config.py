@@ -172,7 +172,8 @@ class Model:
 @dataclasses.dataclass(frozen=True)
 class Data:
     # Each a file, directory, tree:DIRECTORY or token store, or "": the default corpus.
-    # Or each a generated task, task:SPEC (docs/evaluations.md).
+    # Or each a generated task, task:SPEC (docs/evaluations.md), or each expert episodes
+    # of an environment, episodes:SPEC (docs/environments.md).
     sources: tuple[str, ...]
     # "bytes", the path of a tokenizer.json or tiktoken file, or "symbols:N".
     tokenizer: str
@@ -255,6 +256,11 @@ class Alerts:
     loss_spike: float | None  # nats of one step above the running median
     throughput_drop: float | None  # share of the running median that is lost
     data_wait: float | None  # share of the time that the loop waits for data
+    policy_kl: float | None  # nats a token from the sampler to the policy, above this
+    mismatch: float | None  # mean gap of their log-probabilities before a step, above
+    effective_samples: float | None  # share of tokens that weights leave, below this
+    zero_variance: float | None  # share of groups whose members are all alike, above
+    environment_errors: float | None  # share of trajectories, above this
     window: int  # log records in the running medians
     stop: tuple[str, ...]  # the alerts above that save and end the run
 
@@ -291,6 +297,74 @@ class Mesh:
 
 
 @dataclasses.dataclass(frozen=True)
+class TaskSampling:
+    """Which tasks reinforcement learning draws (docs/rl.md)."""
+
+    target_low: float  # success rates between these two are drawn most
+    target_high: float
+    floor: float  # share of the draws that goes evenly to all tasks, hard ones too
+    ema: float  # share of the old success rate that is kept at an update
+    # Success of the next shorter tasks that unlocks longer ones; 0: all from the start.
+    length_threshold: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RL:
+    """Reinforcement learning on trajectories (docs/rl.md).
+
+    An iteration draws tasks, lets the policy act on them, and takes some optimizer
+    steps on what it did. Rows of a step are `train.batch_size` by `train.seq_len`.
+    """
+
+    environments: tuple[str, ...]  # specs, docs/environments.md
+    # "shuffled" deals the rewards of an iteration to other trajectories: the control
+    # that must learn nothing. "none" pays nothing, where a teacher alone is followed.
+    rewards: Literal["task", "shuffled", "none"]
+    iterations: int
+    groups: int  # new ones an iteration; a group is trajectories of one task
+    group_size: int
+    steps_per_iteration: int
+    turn_tokens: int  # most tokens of a turn of the policy
+    max_turns: int
+    max_tokens: int  # of a trajectory, prompt and answers of tools included
+    # Decode calls of an iteration, after which unfinished trajectories are carried to
+    # the next one; None: until all are done.
+    max_calls: int | None
+    max_seconds: float | None  # a trajectory that takes longer ends; None: never
+    slots: int  # trajectories that are written at one time
+    decode_steps: int  # most tokens of a call, after which finished turns are answered
+    temperature: float
+    top_p: float
+    # What the reward is compared with in the group; "none": the reward as it is.
+    advantage: Literal["mean", "mean_std", "leave_one_out", "none"]
+    turn_credit: float  # share of the advantage that comes from process rewards
+    length_penalty: float  # taken off the reward at twice length_budget tokens
+    length_budget: int  # tokens of the policy in a trajectory that cost nothing
+    ratio: Literal["token", "sequence"]
+    clip_low: float  # ratios are clipped to 1 - clip_low ... 1 + clip_high
+    clip_high: float
+    # Most weight of a token whose sampler was another policy; None: no correction.
+    correction_cap: float | None
+    kl_weight: float  # of the divergence from the reference
+    kl_to: str  # the reference: "start", parameters of step 0, or a checkpoint
+    entropy_weight: float
+    aggregate: Literal["token", "sequence"]  # what the loss is a mean over
+    replay_routes: bool  # train with the experts that the sampler chose
+    update_balance: bool  # router biases follow the loads in training
+    max_staleness: int  # policy versions between a token and the step that learns it
+    reuse: float  # share of old experience in a batch
+    teacher: str  # a checkpoint to distil from on the policy's own turns; "": none
+    distill_weight: float
+    # Tokens of a segment that carries its state to the next one; None: whole rows.
+    segment: int | None
+    sampler: TaskSampling
+    # Devices that write trajectories, after those of config.mesh; None: the same ones.
+    rollout_mesh: Mesh | None
+    eval_tasks: int  # held-out tasks of each cell, every train.eval_every steps
+    keep_trajectories: int | None  # written down in an iteration; None: all of them
+
+
+@dataclasses.dataclass(frozen=True)
 class Cluster:
     """How the processes of one run find each other. None: as the launcher says."""
 
@@ -321,6 +395,7 @@ class Config:
     mesh: Mesh
     cluster: Cluster
     monitor: Monitor
+    rl: RL | None  # None: supervised training
 
 
 def profile_steps(monitor: Monitor) -> range | None:

@@ -8,9 +8,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kimi_jax import sharding
+from kimi_jax import config_rules_rl, config_rules_watch, sharding
 from kimi_jax.config import (
-    Alerts,
     Balancing,
     Cluster,
     Config,
@@ -21,15 +20,9 @@ from kimi_jax.config import (
     Train,
     Vision,
     attention_kinds,
-    profile_steps,
 )
 
 _ATTENTION = ("kda", "mla", "gqa")
-_ALERTS = tuple(
-    field.name
-    for field in dataclasses.fields(Alerts)
-    if field.name not in ("window", "stop")
-)
 
 
 def check(config: Config) -> list[str]:
@@ -38,14 +31,14 @@ def check(config: Config) -> list[str]:
     kinds = _ATTENTION if [*_pattern(config.model)] else attention_kinds(config.model)
     problems += _train(config.train)
     problems += _room(config.train, config.model.vision)
-    problems += _alerts(config.alerts)
     problems += _optimizer(config.optimizer, kinds)
     problems += _data(config)
     if not problems and -1 not in dataclasses.astuple(config.mesh):
         problems += sharding.misfits(config, dataclasses.asdict(config.mesh))
     problems += _mixtures(config.data)
     problems += _cluster(config.cluster)
-    problems += _monitor(config)
+    problems += config_rules_watch.check(config)
+    problems += config_rules_rl.check(config)
     return problems
 
 
@@ -311,27 +304,6 @@ def _train(train: Train) -> Iterator[str]:
         )
 
 
-def _alerts(alerts: Alerts) -> Iterator[str]:
-    for name in ("load_entropy", "throughput_drop", "data_wait"):
-        share = getattr(alerts, name)
-        if share is not None and not 0.0 < share < 1.0:
-            yield f"config.alerts.{name}={share}: a share between 0 and 1, or none"
-    for name in ("bias_update", "loss_spike"):
-        limit = getattr(alerts, name)
-        if limit is not None and not limit > 0.0:
-            yield f"config.alerts.{name}={limit}: must be positive, or none"
-    if alerts.window < 5:
-        yield f"config.alerts.window={alerts.window}: a median needs at least 5 records"
-    for name in alerts.stop:
-        if name not in _ALERTS:
-            yield f"config.alerts.stop: {name!r} is not one of {list(_ALERTS)}"
-        elif getattr(alerts, name) is None:
-            yield (
-                f"config.alerts.stop: {name!r} is off, so it cannot stop the run; set "
-                f"config.alerts.{name} or take it out of stop"
-            )
-
-
 def _optimizer(optimizer: Optimizer, kinds: Sequence[str]) -> Iterator[str]:
     where = "config.optimizer"
     for name in ("learning_rate", "clip_norm", "muon_update_rms", "qk_clip"):
@@ -372,7 +344,7 @@ def _data(config: Config) -> Iterator[str]:
     twice = sorted({name for name in sources if sources.count(name) > 1})
     if twice:
         yield f"config.data.sources: {twice[0]!r} is named twice; name it once"
-    yield from _tasks(config.data)
+    yield from _generated(config.data)
     if config.evaluation.seed < 0:
         yield f"config.evaluation.seed={config.evaluation.seed}: must be 0 or more"
     if not config.data.tokenizer:
@@ -390,38 +362,24 @@ def _data(config: Config) -> Iterator[str]:
         yield f"config.sample.temperature={config.sample.temperature}: must be >= 0"
 
 
-def _tasks(data: Data) -> Iterator[str]:
-    """Rules of sources that are generated tasks."""
-    tasks = [source for source in data.sources if source.startswith("task:")]
-    texts = [source for source in data.sources if source not in tasks]
-    if tasks and texts:
-        yield (
-            f"config.data.sources: {tasks[0]!r} is a generated task and {texts[0]!r} "
-            "is text; train on one kind"
+def _generated(data: Data) -> Iterator[str]:
+    """Rules of sources that are generated tasks or expert episodes."""
+    kinds = {"task:": "a generated task", "episodes:": "expert episodes", "": "text"}
+    of = {
+        source: next(
+            kind for prefix, kind in kinds.items() if source.startswith(prefix)
         )
-    if tasks and (data.strata or data.strata_mixture):
-        yield "config.data.strata: generated tasks have no strata; use ()"
-
-
-def _monitor(config: Config) -> Iterator[str]:
-    monitor = config.monitor
-    where = f"config.monitor.profile={monitor.profile!r}"
-    try:
-        steps = profile_steps(monitor)
-    except ValueError as error:
-        yield f"{where}: {error}"
-    else:
-        if steps is not None and steps[-1] > config.train.steps:
-            yield (
-                f"{where}: the run has {config.train.steps} steps; end at "
-                f"{config.train.steps + 1} or before"
-            )
-    port = monitor.prometheus_port
-    if port is not None and not 1 <= port <= 65535:
+        for source in data.sources
+    }
+    made = [source for source, kind in of.items() if kind != "text"]
+    other = [source for source in of if made and of[source] != of[made[0]]]
+    if other:
         yield (
-            f"config.monitor.prometheus_port={port}: must be between 1 and 65535, or "
-            "none for no endpoint"
+            f"config.data.sources: {made[0]!r} is {of[made[0]]} and {other[0]!r} is "
+            f"{of[other[0]]}; train on one kind"
         )
+    if made and (data.strata or data.strata_mixture):
+        yield "config.data.strata: generated tasks and episodes have no strata; use ()"
 
 
 def _mixtures(data: Data) -> Iterator[str]:

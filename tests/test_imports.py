@@ -4,6 +4,7 @@
     pallas_kernels   ->  jax; its GPU kernels triton as well, which others import late
     kimi_jax.ops     ->  pallas_kernels
     kimi_jax.modules ->  kimi_jax.ops, config, layout
+    kimi_jax.environments -> kimi_jax.tasks, the tokenizer, errors
     rest of kimi_jax ->  all of kimi_jax
     experiments      ->  everything; the only home of flags
 
@@ -37,6 +38,12 @@ OURS = {
         "kimi_jax.sharding",
         "pallas_kernels",
     },
+    "kimi_jax.environments": {
+        "kimi_jax.data.tokenizer",
+        "kimi_jax.environments",
+        "kimi_jax.errors",
+        "kimi_jax.tasks",
+    },
     "kimi_jax.sharding": {"kimi_jax.canonical", "kimi_jax.config", "kimi_jax.errors"},
     "experiments": set(PACKAGES),
 }
@@ -46,6 +53,7 @@ OTHERS = {
     "pallas_kernels": {"jax", "numpy"},
     "pallas_kernels.kda.gpu": {"jax", "jax_triton", "numpy", "triton"},
     "kimi_jax.ops": {"jax", "numpy"},
+    "kimi_jax.environments": {"numpy"},
     "kimi_jax.data": {"PIL", "etils", "grain", "numpy"},
 }
 

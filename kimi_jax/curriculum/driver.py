@@ -35,7 +35,7 @@ from kimi_jax.data import loader
 from kimi_jax.errors import UserError
 from kimi_jax.monitor import metrics, runs
 from kimi_jax.monitor.tokenizing import tokenizing_lines
-from kimi_jax.train import checkpoint_files, loop, workdir
+from kimi_jax.train import checkpoint_files, loop, session, workdir
 from kimi_jax.train.checkpoint import Checkpointer
 from kimi_jax.train.program import state_shape
 from kimi_jax.train.step import make_transform, restart_clock
@@ -155,7 +155,7 @@ def _train(
     console.print(f"== {stage.name} ==", soft_wrap=True)
     try:
         loop.train(cfg, str(folder), console=console, command=command)
-    except loop.Interrupted:
+    except session.Interrupted:
         raise
     except UserError as error:
         if distributed.is_leader():

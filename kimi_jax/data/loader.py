@@ -6,7 +6,7 @@ grain reads ahead in a thread (`iterate`); without grain the same batches are ma
 the loop itself.
 
     data = make_data(stores, ...)       split, packing, mixture, and their figures
-    data = make_task_data(...)          the same of generated tasks
+    data = make_generated_data(...)     the same of generated tasks or episodes
     for batch in iterate(data.train, start_step, stop_step): ...
     for batch in iterate(Reader(data.train, 1, 4), start_step, stop_step): ...
     for batch in iterate(data.validation, 0, len(data.validation)): ...
@@ -26,17 +26,19 @@ from kimi_jax.config import Config
 from kimi_jax.data import mixture, statistics
 from kimi_jax.data.build_store import Progress, prepare_store
 from kimi_jax.data.documents import Documents, Split, TokenStore, hold_out
+from kimi_jax.data.episode_windows import make_episodes
+from kimi_jax.data.generated import EvalGenerated, GeneratedWindows, Rows, is_generated
 from kimi_jax.data.haystacks import load_haystack
 from kimi_jax.data.media import NO_ROOM, MediaStore, Room
 from kimi_jax.data.media_sources import is_media, load_store, room_of
 from kimi_jax.data.parts import make_cells, make_pools
 from kimi_jax.data.permutation import permute
 from kimi_jax.data.store import check_vocabulary
-from kimi_jax.data.task_windows import EvalTasks, TaskWindows, is_task, make_tasks
+from kimi_jax.data.task_windows import make_tasks
 from kimi_jax.data.tokenizer import Tokenizer
 from kimi_jax.data.tokenizer_files import load_tokenizer
 from kimi_jax.data.windows import Batch, Pool, Windows, pack, padding_batch, share_of
-from kimi_jax.tasks.example import Stream, Task
+from kimi_jax.tasks.example import Stream
 from kimi_jax.tasks.text import Text
 
 UNIGRAM_TOKENS = 2**22
@@ -208,7 +210,7 @@ class EvalBatches:
 
 
 class HeldOut(SharedSource, Source, Protocol):
-    """What validation reads: `EvalBatches`, or `task_windows.EvalTasks`."""
+    """What validation reads: `EvalBatches`, or `generated.EvalGenerated`."""
 
     @property
     def length(self) -> int:
@@ -252,8 +254,8 @@ def load_data(
     """
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     check_vocabulary(tokenizer, cfg.model.vocab_size)
-    if any(map(is_task, cfg.data.sources)):
-        return make_task_data(tokenizer, cfg)
+    if any(map(is_generated, cfg.data.sources)):
+        return make_generated_data(tokenizer, cfg)
     stores: list[TokenStore] = [
         load_store(source, tokenizer, cfg)
         if is_media(source)
@@ -330,41 +332,46 @@ def _hold_out(store: TokenStore, cfg: Config) -> Split:
     return Split(*(side._replace(media=store) for side in split))
 
 
-def make_task_data(tokenizer: Tokenizer, cfg: Config) -> Data:
-    """Generated tasks in place of text: each row an instance, without end.
+def make_generated_data(tokenizer: Tokenizer, cfg: Config) -> Data:
+    """Generated tasks, or expert episodes, in place of text: rows without end.
 
-    Instances to train on and to validate on come from streams of their own.
-    `cfg.data.mixture` says how often each task comes; empty: equally often.
+    Rows to train on and to validate on come from streams of their own.
+    `cfg.data.mixture` says how often each source comes; empty: equally often.
 
     Raises:
-      UserError: see `make_tasks`.
-      ValueError: the mixture has another number of weights than there are tasks.
+      UserError: see `make_tasks` and `make_episodes`.
+      ValueError: the mixture has another number of weights than there are sources.
     """
     data, train = cfg.data, cfg.train
-    text = Text(tokenizer, load_haystack(data.haystack))
-    tasks = make_tasks(data.sources, text, train.seq_len)
-    _check_mixture(data.mixture, len(tasks))
-    all_tasks, room = tuple(tasks.values()), room_of(cfg)
+    made: dict[str, Rows]
+    identity = {"tokenizer": tokenizer.fingerprint}
+    if data.sources[0].startswith("task:"):
+        text = Text(tokenizer, load_haystack(data.haystack))
+        made = {**make_tasks(data.sources, text, train.seq_len)}
+        identity["haystack"] = text.haystack.digest
+    else:
+        made = {**make_episodes(data.sources, tokenizer, train.seq_len)}
+    _check_mixture(data.mixture, len(made))
+    all_rows, room = tuple(made.values()), room_of(cfg)
 
-    def windows(tasks: Sequence[Task], stream: Stream) -> TaskWindows:
+    def windows(sources: Sequence[Rows], stream: Stream) -> GeneratedWindows:
         row = train.seq_len, tokenizer.pad, room
-        return TaskWindows(tuple(tasks), *row, data.seed, stream)
+        return GeneratedWindows(tuple(sources), *row, data.seed, stream)
 
-    parts = tuple(windows((task,), "training") for task in all_tasks)
+    parts = tuple(windows((rows,), "training") for rows in all_rows)
     phases = mixture.combine(data.mixture or ((0.0, *[1.0] * len(parts)),), ())
     schedule = mixture.make_schedule(phases, train.steps * train.batch_size)
     batches = TrainBatches(parts, schedule, train.batch_size, data.seed)
-    held_out = windows(all_tasks, "validation")
-    validation = EvalTasks(held_out, train.batch_size, train.eval_batches)
+    held_out = windows(all_rows, "validation")
+    validation = EvalGenerated(held_out, train.batch_size, train.eval_batches)
     bytes_W = tokenizer.bytes_per_token
     summary: dict[str, str | int | float] = {
-        "source": ", ".join(tasks),
+        "source": ", ".join(made),
         "unigram_bits_per_byte": _entropy(
             (validation[i] for i in range(len(validation))), bytes_W
         ),
     }
-    identity = {f"source {i}": name for i, name in enumerate(tasks)}
-    identity |= {"tokenizer": tokenizer.fingerprint, "haystack": text.haystack.digest}
+    identity |= {f"source {i}": name for i, name in enumerate(made)}
     return Data(batches, validation, tokenizer, identity, summary, [])
 
 

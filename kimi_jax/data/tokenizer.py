@@ -4,7 +4,8 @@
     256 <pad>  positions that hold no text
     257 <bos>  opens every document; predicts its first byte
     258 <eod>  closes every document
-    259..271   reserved, for roles and tools of later training stages
+    259..263   <end> <system> <user> <assistant> <tool>, of conversations
+    264..271   reserved
 
 `bytes_per_token` turns a loss per token into bits per byte, the figure that can be
 compared between tokenizers. Tokenizers with a file are in `tokenizer_files`.
@@ -14,7 +15,8 @@ For generated tasks that are no text there is `SymbolTokenizer`: ids are the sym
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import types
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -57,11 +59,18 @@ class Tokenizer(Protocol):
     def bytes_per_token(self) -> np.ndarray:
         """Bytes of text that a token stands for, float32 [vocab_size]; 0: special."""
 
+    @property
+    def specials(self) -> Mapping[str, int]:
+        """Ids of special tokens by name, as far as they have one."""
+
     def encode(self, text: bytes) -> np.ndarray:
         """The ids of `text`, [N], without specials, whatever the text spells."""
 
     def decode(self, tokens: Iterable[int] | np.ndarray) -> str:
         """The text of ids; specials vanish, broken UTF-8 becomes U+FFFD."""
+
+
+_ROLES = ("<end>", "<system>", "<user>", "<assistant>", "<tool>")
 
 
 class ByteTokenizer:
@@ -75,6 +84,9 @@ class ByteTokenizer:
     bos = 257
     eod = 258
     needs_text = False
+    specials: Mapping[str, int] = types.MappingProxyType(
+        {name: 256 + i for i, name in enumerate(["<pad>", "<bos>", "<eod>", *_ROLES])}
+    )
 
     @property
     def bytes_per_token(self) -> np.ndarray:
@@ -105,6 +117,7 @@ class SymbolTokenizer:
     """
 
     needs_text = True
+    specials: Mapping[str, int] = types.MappingProxyType({})
 
     def __init__(self, symbols: int):
         self.name = f"symbols:{symbols}"

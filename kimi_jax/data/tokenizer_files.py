@@ -99,6 +99,7 @@ class FileTokenizer:
     eod: int
     pad: int
     encode_text: Callable[[str], Sequence[int]]
+    specials: Mapping[str, int]
     needs_text = True
 
     @property
@@ -242,7 +243,12 @@ def _hugging_face(
 
     fingerprint = _fingerprint("tokenizers", content, sorted(roles.items()))
     return FileTokenizer(
-        name, fingerprint, token_bytes, **roles, encode_text=encode_text
+        name,
+        fingerprint,
+        token_bytes,
+        **roles,
+        encode_text=encode_text,
+        specials=named,
     )
 
 
@@ -306,7 +312,12 @@ def _tiktoken(name: str, content: bytes, settings: Mapping[str, Any]) -> FileTok
         "tiktoken", content, pattern, size, sorted(roles.items())
     )
     return FileTokenizer(
-        name, fingerprint, token_bytes, **roles, encode_text=encoding.encode_ordinary
+        name,
+        fingerprint,
+        token_bytes,
+        **roles,
+        encode_text=encoding.encode_ordinary,
+        specials=named,
     )
 
 

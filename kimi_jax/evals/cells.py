@@ -5,6 +5,9 @@ A cell is a spec with one value for each dial (`tasks.specs`). Besides the tasks
     text:multiple=2:source=0    bits per byte of a source's held-out text, in windows
                                 of so many training lengths, and loss by position
     speed:length=4K             tokens a second of prefill and decoding, bytes of cache
+    episodes:tools:length=1K    success in an environment (docs/environments.md), on
+                                tasks that training never draws; with temperature=0.7
+                                not the likeliest tokens but drawn ones
 """
 
 from __future__ import annotations
@@ -15,17 +18,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kimi_jax.config import Config
+from kimi_jax.data.generated import is_generated
 from kimi_jax.data.haystacks import load_haystack
 from kimi_jax.data.store import check_vocabulary
-from kimi_jax.data.task_windows import is_task
 from kimi_jax.data.tokenizer_files import load_tokenizer
+from kimi_jax.environments import specs as environment_specs
+from kimi_jax.environments.format import make_format
 from kimi_jax.errors import UserError
 from kimi_jax.tasks import specs
 from kimi_jax.tasks.example import Task
 from kimi_jax.tasks.specs import Spec
 from kimi_jax.tasks.text import Text
 
-TEXT, SPEED = "text", "speed"
+TEXT, SPEED, EPISODES = "text", "speed", "episodes:"
 _MULTIPLES = (1, 2, 4, 16)
 DIALS = {
     TEXT: {"multiple": int, "source": int},
@@ -35,12 +40,13 @@ DIALS = {
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One result; `task` is the generator, None for text and speed."""
+    """One result; `task` is the generator and `world` the environment, if any."""
 
     spec: Spec
     length: int  # tokens of a row
     rows: int  # how many are read, roughly: for the estimate of time
     task: Task | None = None
+    world: Spec | None = None
 
     @property
     def name(self) -> str:
@@ -61,7 +67,8 @@ class Cell:
     def file(self) -> str:
         """Of the result: readable, and different for different cells."""
         digest = hashlib.sha256(self.name.encode()).hexdigest()[:8]
-        return f"{self.spec.name}_{self.length}_{digest}.json"
+        name = self.spec.name.replace(":", "_")
+        return f"{name}_{self.length}_{digest}.json"
 
 
 def make_text(cfg: Config) -> Text:
@@ -82,6 +89,9 @@ def plan(cfg: Config, tasks: str, text: Text) -> list[Cell]:
     problems: list[str] = []
     for item in tasks.split(","):
         try:
+            if item.strip().startswith(EPISODES):
+                cells += _episode_cells(cfg, item.strip(), text)
+                continue
             found = specs.parse(item, known)
         except UserError as error:
             problems.append(str(error))
@@ -110,10 +120,10 @@ def _task_cells(cfg: Config, spec: Spec, text: Text) -> Sequence[Cell]:
 
 def _text_cells(cfg: Config, spec: Spec, text: Text) -> Sequence[Cell]:
     sources = cfg.data.sources
-    if any(map(is_task, sources)):
+    if any(map(is_generated, sources)):
         raise UserError(
-            f"task {spec}: config.data.sources={sources} are generated tasks; name "
-            "them in --tasks, or set --config.data.sources to text"
+            f"task {spec}: config.data.sources={sources} are generated tasks or "
+            "episodes; name other tasks, or set --config.data.sources to text"
         )
     source, multiple = spec.dials.get("source"), spec.dials.get("multiple")
     if source is not None and not 0 <= source < len(sources):
@@ -139,6 +149,30 @@ def _speed_cells(cfg: Config, spec: Spec, text: Text) -> Sequence[Cell]:
         if value < 1:
             raise UserError(f"task {spec}: {name}={value} must be at least 1")
     return [Cell(Spec(SPEED, dials), dials["length"], dials["rows"])]
+
+
+def _episode_cells(cfg: Config, item: str, text: Text) -> list[Cell]:
+    if cfg.rl is None:
+        raise UserError(
+            f"task {item}: config.rl is none, and says how long turns and trajectories "
+            "may be; use the config that the policy was trained with"
+        )
+    form = make_format(text.tokenizer)
+    own = {"temperature": float}
+    cells = []
+    for spec in environment_specs.parse(item.removeprefix(EPISODES), own):
+        dials = dict(spec.dials)
+        temperature = dials.pop("temperature", 0.0)
+        world = Spec(spec.name, dials)
+        environment_specs.make(world, form)
+        if temperature < 0.0:
+            raise UserError(f"task {item}: temperature={temperature} must be 0 or more")
+        task = environment_specs.task_of(world, 0)
+        named = {"difficulty": task.difficulty, "length": task.length}
+        every = {**named, "temperature": temperature, **dials}
+        name = Spec(EPISODES + spec.name, every)
+        cells.append(Cell(name, task.length, cfg.evaluation.examples, world=world))
+    return cells
 
 
 _MAKERS: dict[str, Callable[[Config, Spec, Text], Sequence[Cell]]] = {

@@ -29,25 +29,35 @@ def by_length(
     return figure
 
 
-def depth_map(cells: Mapping[tuple[float, int], float], name: str) -> Figure:
-    """Heat map of (depth, length) -> accuracy; cells without a number are grey."""
-    depths = sorted({depth for depth, _ in cells})
+def heat_map(
+    cells: Mapping[tuple[float, int], float],
+    title: str,
+    label: str,
+    rows: Mapping[float, str],
+) -> Figure:
+    """Heat map of (row, length) -> a share; cells without a number are grey.
+
+    Args:
+      label: of the rows.
+      rows: the name of each.
+    """
+    names = sorted(rows)
     lengths = sorted({length for _, length in cells})
-    value_DL = np.array(
-        [[cells.get((d, length), math.nan) for length in lengths] for d in depths]
+    value_RL = np.array(
+        [[cells.get((row, length), math.nan) for length in lengths] for row in names]
     )
-    figure = plots.new_figure(2.8 + 0.9 * len(lengths), 2.2 + 0.4 * len(depths))
+    figure = plots.new_figure(2.8 + 0.9 * len(lengths), 2.2 + 0.4 * len(names))
     axis = figure.subplots()
-    plots.style(axis, f"{name}: accuracy", "depth of the needle")
+    plots.style(axis, title, label)
     axis.grid(visible=False)
     colors = colormaps["RdYlGn"].with_extremes(bad="#f3f4f6")
-    image = axis.imshow(value_DL, cmap=colors, vmin=0.0, vmax=1.0, aspect="auto")
+    image = axis.imshow(value_RL, cmap=colors, vmin=0.0, vmax=1.0, aspect="auto")
     axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-    axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    axis.set_yticks(range(len(names)), [rows[name] for name in names])
     axis.set_xlabel("length (tokens)", fontsize=9.5)
-    for (d, n), value in np.ndenumerate(value_DL):
+    for (row, n), value in np.ndenumerate(value_RL):
         if math.isfinite(value):
-            axis.text(n, d, f"{value:.2f}", ha="center", va="center", fontsize=8)
+            axis.text(n, row, f"{value:.2f}", ha="center", va="center", fontsize=8)
     figure.colorbar(image, ax=axis, fraction=0.04, pad=0.02)
     return figure
 

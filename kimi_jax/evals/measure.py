@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
 import math
 import pathlib
 import time
@@ -20,6 +22,10 @@ from kimi_jax.data.loader import EvalBatches
 from kimi_jax.evals import speed
 from kimi_jax.evals.cells import SPEED, TEXT, Cell
 from kimi_jax.evals.score import Scorer
+from kimi_jax.infer.sampling import Sampling
+from kimi_jax.rl import health, players
+from kimi_jax.rl.task_sampler import held_out
+from kimi_jax.sharding import row_shards
 from kimi_jax.tasks.example import digest, draw
 from kimi_jax.train.evaluate import evaluate_length
 from kimi_jax.train.step import State
@@ -59,12 +65,14 @@ class Measure:
           task, spec, length, dials, seconds; and of a task family, examples, digest (of
           the instances), accuracy (share of the answers that are right, mean over
           instances) and its standard error, completed (share of instances with all
-          answers right), loss (nats a label); of text see `evaluate_length`; of speed
+          answers right), loss (nats a label); of an environment, success, its standard
+          error, and `health.rollout_health`; of text see `evaluate_length`; of speed
           `speed.measure`.
         """
         started = time.monotonic()
         kinds = {TEXT: self._text, SPEED: self._speed}
-        numbers = kinds.get(cell.spec.name, self._task)(cell, done)
+        measured = self._episodes if cell.world is not None else self._task
+        numbers = kinds.get(cell.spec.name, measured)(cell, done)
         about = {
             "task": cell.spec.name,
             "spec": cell.name,
@@ -91,6 +99,32 @@ class Measure:
             "accuracy_error": float(share_N.std() / math.sqrt(len(share_N))),
             "completed": float(np.mean([s.complete for s in scores])),
             "loss": sum(s.nats for s in scores) / labels,
+        }
+
+    def _episodes(self, cell: Cell, done: Done) -> Record:
+        cfg, evaluation = self._cfg, self._cfg.evaluation
+        assert cell.world is not None and cfg.rl is not None
+        # The expert needs `length` tokens, and a policy may go astray.
+        most = max(cfg.rl.max_tokens, cell.length * 5 // 4)
+        slots = min(cfg.rl.slots, evaluation.examples)
+        rows = row_shards(self._mesh)
+        limits = dataclasses.replace(
+            cfg.rl, max_tokens=most, slots=-(-slots // rows) * rows
+        )
+        cfg = dataclasses.replace(cfg, rl=limits)
+        world = players.make_world(cfg, [str(cell.world)])
+        tasks = held_out(world.cells, evaluation.examples, evaluation.seed)
+        sampling = Sampling(cell.spec.dials["temperature"])
+        played = players.play(cfg, world, self._variables, self._mesh, tasks, sampling)
+        done(len(played))
+        won_N = np.array([trajectory.success for trajectory in played])
+        prompts = json.dumps([world.environment(t).reset(t) for t in tasks])
+        return {
+            "family": "episodes",
+            "examples": len(played),
+            "digest": hashlib.sha256(prompts.encode()).hexdigest()[:12],
+            "success_error": float(won_N.std() / math.sqrt(len(won_N))),
+            **health.rollout_health(played, 0),
         }
 
     @functools.cached_property

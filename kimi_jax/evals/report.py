@@ -37,6 +37,19 @@ _SECTIONS: Mapping[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
     "state": ("State", _TASK_COLUMNS),
     "retrieval": ("Long context: retrieval", _TASK_COLUMNS),
     "long horizon": ("Long context: long-horizon tasks", _TASK_COLUMNS),
+    "episodes": (
+        "Episodes: acting in environments",
+        (
+            ("examples", "tasks", "{:,}"),
+            ("success", "success", "{:.4f}"),
+            ("success_error", "±", "{:.4f}"),
+            ("reward", "reward", "{:.4f}"),
+            ("turns", "turns", "{:.1f}"),
+            ("tokens", "tokens", "{:,.0f}"),
+            ("environment_errors", "errors", "{:.4f}"),
+            ("digest", "tasks' digest", "{}"),
+        ),
+    ),
     "language": (
         "Language",
         (
@@ -58,6 +71,7 @@ _SECTIONS: Mapping[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
     ),
 }
 _HEADLINES = {
+    "success": "success {:.4f}",
     "accuracy": "accuracy {:.4f}",
     "completed": "completed {:.4f}",
     "bits_per_byte": "{:.4f} bits per byte",
@@ -165,7 +179,7 @@ def compare(runs: Mapping[str, Results], folder: pathlib.Path) -> str:
 
 def _score(record: Record) -> float:
     """The one number of a record that a comparison draws."""
-    names = ("accuracy", "bits_per_byte", "decode_tokens_per_second")
+    names = ("success", "accuracy", "bits_per_byte", "decode_tokens_per_second")
     return next(float(record[n]) for n in names if record.get(n) is not None)
 
 
@@ -200,7 +214,14 @@ def _figures(results: Results) -> Iterator[tuple[str, Figure]]:
                 figures.by_length(lines, title, train_length),
             )
     for name, cells in _depths(records).items():
-        yield f"retrieval_depth_{name}", figures.depth_map(cells, name)
+        title = f"{name}: accuracy"
+        rows = {depth: f"{depth:.0%}" for depth, _ in cells}
+        figure = figures.heat_map(cells, title, "depth of the needle", rows)
+        yield f"retrieval_depth_{name}", figure
+    for name, cells in _difficulties(records).items():
+        rows = {difficulty: f"{difficulty:g}" for difficulty, _ in cells}
+        figure = figures.heat_map(cells, f"{name}: success", "difficulty", rows)
+        yield f"episodes_{name.replace(':', '_')}", figure
     texts = [r for r in records if r["family"] == "language"]
     for source in dict.fromkeys(r["dials"]["source"] for r in texts):
         mine = [r for r in texts if r["dials"]["source"] == source]
@@ -237,6 +258,25 @@ def _depths(
             cells = found.setdefault(record["task"], {})
             cells[depth, record["length"]] = record["accuracy"]
     return {task: cells for task, cells in found.items() if len(cells) > 1}
+
+
+def _difficulties(
+    records: Sequence[Record],
+) -> dict[str, dict[tuple[float, int], float]]:
+    """environment and temperature -> {(difficulty, length): mean success}."""
+    found: dict[str, dict[tuple[float, int], list[float]]] = {}
+    for record in records:
+        if record["family"] == "episodes":
+            dials = record["dials"]
+            name = record["task"].removeprefix("episodes:")
+            cells = found.setdefault(f"{name}_at_{dials['temperature']:g}", {})
+            place = dials["difficulty"], record["length"]
+            cells.setdefault(place, []).append(record["success"])
+    return {
+        name: {place: float(np.mean(rates)) for place, rates in cells.items()}
+        for name, cells in found.items()
+        if len(cells) > 1
+    }
 
 
 def _positions(records: Sequence[Record], train_length: int) -> Figure:

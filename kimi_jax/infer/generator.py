@@ -25,10 +25,16 @@ from kimi_jax.infer.slots import Live, Slots
 
 
 @dataclasses.dataclass(eq=False)
-class _Job:
-    number: int
+class Job:
+    """A sequence while the model writes it.
+
+    Attributes:
+      drawn: what it has written for this ask; the last tokens of the sequence.
+    """
+
     sequence: Live
     ask: Ask
+    number: int = 0  # of its pieces
     drawn: list[int] = dataclasses.field(default_factory=list)
 
 
@@ -37,7 +43,8 @@ class Generator(Slots):
 
     The methods of `Slots` open, fork and close sequences and give them tokens from
     outside; `extend` lets the model write. `stream` and `generate` do all of it for a
-    list of requests, any number of them.
+    list of requests, any number of them. They are loops of `start` and `advance`, with
+    which jobs may join and leave between any two calls.
 
     Args:
       decode_steps: K, most tokens that a call draws for a row before the host looks.
@@ -69,15 +76,37 @@ class Generator(Slots):
         """
         jobs = []
         for index, (sequence, ask) in enumerate(asks):
-            self._check_live(sequence)
-            self._check_ask(len(sequence.tokens), ask)
-            self.pager.grow(sequence.slot, len(sequence.tokens) + ask.max_tokens)
-            jobs.append(_Job(index, sequence, ask))
+            jobs.append(self.start(sequence, ask, number=index))
         while jobs:
-            for job, piece in self._advance(jobs):
+            for job, piece in self.advance(jobs):
                 if piece.finished:
                     jobs.remove(job)
-                yield piece
+                yield _with_routes(piece, job.sequence)
+
+    def start(
+        self,
+        sequence: Live,
+        ask: Ask,
+        *,
+        number: int = 0,
+        drawn: Sequence[int] = (),
+    ) -> Job:
+        """Have a sequence continued by the next `advance` that is given the job.
+
+        Pages for the longest continuation are taken now. A job ends with the piece that
+        says so, or whenever it is no longer given.
+
+        Args:
+          drawn: what was written for this ask before; the sequence ends with it.
+
+        Raises:
+          UserError: unknown stop tokens, or more tokens than fit.
+        """
+        self._check_live(sequence)
+        before = len(sequence.tokens) - len(drawn)
+        self._check_ask(before, ask)
+        self.pager.grow(sequence.slot, before + ask.max_tokens)
+        return Job(sequence, ask, number, list(drawn))
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Piece]:
         """Continue prompts; one that finishes makes room for the next in the queue.
@@ -96,11 +125,12 @@ class Generator(Slots):
             except UserError as error:
                 raise UserError(f"request {index}: {error}") from error
         queue = list(enumerate(requests))[::-1]
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         try:
             while queue or jobs:
                 self._admit(queue, jobs)
-                for job, piece in self._advance(jobs):
+                for job, piece in self.advance(jobs):
+                    piece = _with_routes(piece, job.sequence)
                     if piece.finished:
                         jobs.remove(job)
                         self.close(job.sequence)
@@ -121,7 +151,7 @@ class Generator(Slots):
             )
         return made
 
-    def _admit(self, queue: list[tuple[int, Request]], jobs: list[_Job]) -> None:
+    def _admit(self, queue: list[tuple[int, Request]], jobs: list[Job]) -> None:
         """Start requests, first come first served, while slots and pages are left."""
         while queue and (self.free_slots() or not jobs):
             index, request = queue[-1]
@@ -132,21 +162,26 @@ class Generator(Slots):
             sequence = self.open(
                 request.prompt, room=room, features_MD=request.features_MD
             )
-            jobs.append(_Job(index, sequence, request.ask))
+            jobs.append(self.start(sequence, request.ask, number=index))
             queue.pop()
 
-    def _advance(self, jobs: Sequence[_Job]) -> list[tuple[_Job, Piece]]:
-        """Read a chunk of those that have many tokens pending; decode the others."""
-        long = [job.sequence for job in jobs if self._is_long(job.sequence)]
+    def advance(self, jobs: Sequence[Job]) -> list[tuple[Job, Piece]]:
+        """Read a chunk of those that have many tokens pending; decode the others.
+
+        The pieces have no routes; those of a sequence are in `Live.routes`.
+        """
+        long = [job.sequence for job in jobs if self.is_long(job.sequence)]
         if long:
             self.read_chunk(long)
-        ready = [job for job in jobs if not self._is_long(job.sequence)]
-        return self._decode(ready) if ready else []
+        ready = [job for job in jobs if not self.is_long(job.sequence)]
+        return self.decode(ready) if ready else []
 
-    def _is_long(self, sequence: Live) -> bool:
+    def is_long(self, sequence: Live) -> bool:
+        """Whether more is pending than a call of `decode` takes."""
         return len(sequence.pending) > self._steps or sequence.unseen > 0
 
-    def _decode(self, jobs: Sequence[_Job]) -> list[tuple[_Job, Piece]]:
+    def decode(self, jobs: Sequence[Job]) -> list[tuple[Job, Piece]]:
+        """One call for jobs of which none is long."""
         with self.on_mesh():
             self.cache, drawn = program.decode(
                 self.model,
@@ -159,7 +194,7 @@ class Generator(Slots):
         drawn = [None if x is None else np.asarray(x) for x in drawn]
         return [(job, self._collect(job, *drawn)) for job in jobs]
 
-    def _ask(self, jobs: Sequence[_Job]) -> program.Ask:
+    def _ask(self, jobs: Sequence[Job]) -> program.Ask:
         B = self.slots
         forced_BK = np.zeros((B, self._steps), np.int32)
         forced_B, wanted_B = np.zeros((2, B), np.int32)
@@ -180,7 +215,7 @@ class Generator(Slots):
 
     def _collect(
         self,
-        job: _Job,
+        job: Job,
         token_KB: np.ndarray,
         logprob_KB: np.ndarray,
         length_B: np.ndarray,
@@ -196,15 +231,13 @@ class Generator(Slots):
         job.drawn += tokens
         if routes_KBLA is not None:
             sequence.routes.append(routes_KBLA[:count, slot])
-        finished = routes = None
+        finished = None
         if ends(job.drawn, job.ask):
             finished = "stop"
         elif len(job.drawn) == job.ask.max_tokens:
             finished = "length"
-        if finished and routes_KBLA is not None:
-            routes = np.concatenate(sequence.routes)
         logprobs = logprob_KB[at, slot].tolist()
-        return Piece(job.number, tokens, logprobs, finished, routes)
+        return Piece(job.number, tokens, logprobs, finished, None)
 
     def _check_ask(self, length: int, ask: Ask) -> None:
         """Raises UserError unless so many tokens can be continued as asked."""
@@ -214,3 +247,10 @@ class Generator(Slots):
                 self.check(stop)
             except UserError as error:
                 raise UserError(f"stop sequence {stop}: {error}") from error
+
+
+def _with_routes(piece: Piece, sequence: Live) -> Piece:
+    """The piece; the last of a job with the routes of its sequence, if recorded."""
+    if not piece.finished or not sequence.routes:
+        return piece
+    return piece._replace(routes=np.concatenate(sequence.routes))

@@ -56,9 +56,22 @@ class Pager:
     def in_use(self) -> int:
         return int(np.count_nonzero(self._owners))
 
-    def room(self, slot: int, tokens: int) -> bool:
-        """Whether the row can grow to `tokens` tokens."""
-        return self._lacking(slot, self._columns(tokens)) is None
+    def room(self, slot: int, tokens: int, *, shared: int = 0) -> bool:
+        """Whether the row can grow to `tokens` tokens.
+
+        Args:
+          shared: tokens that an empty row will have of another by `fork`.
+        """
+        have = shared // self.page_size
+        return self._lacking(slot, self._columns(tokens), have) is None
+
+    def common(self, one: int, other: int) -> int:
+        """How many pages two rows share, counted from the first."""
+        if self.shard(one) != self.shard(other):
+            return 0
+        count = min(self._columns_B[one], self._columns_B[other])
+        same = self.table_BM[one, :count] == self.table_BM[other, :count]
+        return int(np.append(same, False).argmin())
 
     def grow(self, slot: int, tokens: int) -> None:
         """Give the row pages for `tokens` tokens in all.
@@ -125,9 +138,9 @@ class Pager:
         self.table_BM[slot, column] = page
         self._columns_B[slot] = column + 1
 
-    def _lacking(self, slot: int, columns: int) -> str | None:
+    def _lacking(self, slot: int, columns: int, have: int = 0) -> str | None:
         """Why the row cannot grow to so many pages; None: it can."""
-        have, most = int(self._columns_B[slot]), self.table_BM.shape[1]
+        have, most = max(have, int(self._columns_B[slot])), self.table_BM.shape[1]
         if columns > most:
             return (
                 f"{columns * self.page_size} tokens do not fit into a row of "

@@ -74,7 +74,7 @@ def read(
         features_BMD=features_SMD,
         routes=routes,
     )
-    chosen = _routes(model, out.stats) if routes else None
+    chosen = canonical.routes(model, out.stats) if routes else None
     return constrain(_put_rows(cache, row_S, part)), chosen
 
 
@@ -190,7 +190,7 @@ def _step(
     )
     logits_BW = transformer.logits(out.h_BTD[:, 0], out.unembed_DW)
     logits_BW = sharding.constrain(logits_BW, "rows", "vocab")
-    chosen = _routes(model, out.stats)[:, 0] if routes else None
+    chosen = canonical.routes(model, out.stats)[:, 0] if routes else None
     return constrain(cache), logits_BW, chosen
 
 
@@ -198,11 +198,6 @@ def _stops(recent_BL: jax.Array, stop_BSL: jax.Array) -> jax.Array:
     """Whether a row ends with one of its stop sequences."""
     same_BSL = (stop_BSL < 0) | (stop_BSL == recent_BL[:, None])
     return jnp.any(jnp.all(same_BSL, axis=-1) & jnp.any(stop_BSL >= 0, axis=-1), axis=1)
-
-
-def _routes(model: config.Model, stats: Any) -> jax.Array:
-    """routes_BTLA, the layers with experts in order of depth."""
-    return jnp.stack(list(canonical.flatten(model, stats).values()), axis=2)
 
 
 def routes_shape(model: config.Model) -> tuple[int, int]:

@@ -122,7 +122,12 @@ class Slots:
         self._live: dict[int, Live] = {}
 
     def open(
-        self, tokens: Sequence[int], *, room: int = 0, features_MD: Any = None
+        self,
+        tokens: Sequence[int],
+        *,
+        room: int = 0,
+        features_MD: Any = None,
+        slot: int | None = None,
     ) -> Live:
         """A new sequence. Its tokens are read when they are needed.
 
@@ -131,6 +136,7 @@ class Slots:
             any more, pages are taken as they come.
           features_MD: what the k-th placeholder among the tokens shows, for every k.
             The last token is no placeholder.
+          slot: where it is to lie; None: the first that has room.
 
         Raises:
           UserError: no tokens, unknown ones, or more than fit.
@@ -138,13 +144,8 @@ class Slots:
         """
         self.check(tokens, room)
         self.check_features(tokens, features_MD)
-        free = self.free_slots()
-        able = [slot for slot in free if self.pager.room(slot, len(tokens) + room)]
-        if not free:
-            raise CacheFull(
-                f"all {self.slots} slots are taken; close a sequence, or raise `slots`"
-            )
-        slot = able[0] if able else free[0]
+        slot = self._free_slot(len(tokens) + room) if slot is None else slot
+        self._check_free(slot)
         self.pager.grow(slot, len(tokens) + room)
         self._change(program.clear_row, slot)
         ids = [int(t) for t in tokens]
@@ -245,28 +246,57 @@ class Slots:
         del self._live[sequence.slot]
         self.pager.release(sequence.slot)
 
-    def save(self, sequence: Live) -> Snapshot:
+    def save(self, sequence: Live, *, skip: int = 0) -> Snapshot:
         """The sequence on the host, exactly; it lives on here.
 
-        Pending tokens but the last are read first.
+        What is pending stays pending, unless images are among it: that is read first.
+
+        Args:
+          skip: of its first pages, those that are left out; see `load`.
         """
-        self.read([sequence])
-        pages = self._pages_of(sequence, 0)
+        if sequence.unseen:
+            self.read([sequence])
+        pages = self._pages_of(sequence, 0, skip)
         with self.on_mesh():
             saved = program.save_row(self.cache, sequence.slot, pages)
         tokens, routes = list(sequence.tokens), list(sequence.routes)
         return Snapshot(tokens, sequence.read, routes, *jax.device_get(saved))
 
-    def load(self, snapshot: Snapshot, *, room: int = 0) -> Live:
+    def load(
+        self,
+        snapshot: Snapshot,
+        *,
+        room: int = 0,
+        slot: int | None = None,
+        prefix: tuple[Live, int] | None = None,
+    ) -> Live:
         """A sequence that goes on from a snapshot.
+
+        Args:
+          room, slot: see `open`.
+          prefix: a sequence, and how many of its first pages are shared: those that
+            `save` has skipped. Its slot and `slot` lie together.
 
         Raises:
           UserError: it does not fit into this cache.
         """
-        sequence = self.open(snapshot.tokens, room=room)
-        sequence.read, sequence.routes = snapshot.read, list(snapshot.routes)
-        pages = self._pages_of(sequence, self._num_pages)
-        self._change(program.load_row, sequence.slot, pages, tuple(snapshot[3:]))
+        self.check(snapshot.tokens, room)
+        total = len(snapshot.tokens) + room
+        slot = self._free_slot(total) if slot is None else slot
+        self._check_free(slot)
+        skip = 0
+        if prefix is not None:
+            source, skip = prefix
+            self.pager.fork(source.slot, slot, skip * self.pager.page_size)
+        try:
+            self.pager.grow(slot, total)
+        except CacheFull:
+            self.pager.release(slot)
+            raise
+        tokens, routes = list(snapshot.tokens), list(snapshot.routes)
+        self._live[slot] = sequence = Live(slot, tokens, snapshot.read, routes)
+        pages = self._pages_of(sequence, self._num_pages, skip)
+        self._change(program.load_row, slot, pages, tuple(snapshot[3:]))
         return sequence
 
     def free_slots(self) -> list[int]:
@@ -334,13 +364,28 @@ class Slots:
         with self.on_mesh():
             self.cache = change(self.cache, *arguments)
 
-    def _pages_of(self, sequence: Live, filler: int) -> np.ndarray:
+    def _pages_of(self, sequence: Live, filler: int, skip: int) -> np.ndarray:
         """The pages that hold what was read, and `filler` up to a power of two."""
-        count = -(-sequence.read // self.pager.page_size)
+        count = -(-sequence.read // self.pager.page_size) - skip
         pages = np.full(1 << max(count - 1, 0).bit_length(), filler, np.int32)
-        for column in range(count):
-            pages[column] = self.pager.where(sequence.slot, column)
+        for i in range(count):
+            pages[i] = self.pager.where(sequence.slot, skip + i)
         return pages
+
+    def _free_slot(self, tokens: int) -> int:
+        """The first that has room, or that is free."""
+        free = self.free_slots()
+        if not free:
+            raise CacheFull(
+                f"all {self.slots} slots are taken; close a sequence, or raise `slots`"
+            )
+        return next((slot for slot in free if self.pager.room(slot, tokens)), free[0])
+
+    def _check_free(self, slot: int) -> None:
+        if slot not in self.free_slots():
+            raise CacheFull(
+                f"slot {slot} is taken, or not one of {self.slots}; name a free one"
+            )
 
     def _check_live(self, sequence: Live) -> None:
         if self._live.get(sequence.slot) is not sequence:

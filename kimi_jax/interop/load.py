@@ -213,7 +213,8 @@ def _read_array(
         for index, shard in shards.items():
             into, of = _overlap(index[len(at) :], start, stop)
             if of is not None:
-                shard[at][into] = block[of]
+                # In one go: of a stack of scalars, shard[at] is no view.
+                shard[(*at, *into)] = block[of]
 
     wanted = [
         piece
@@ -246,19 +247,19 @@ def _pieces(
 
 def _overlap(
     index: tuple[tuple[int, int], ...], start: int, stop: int
-) -> tuple[Any, Any]:
+) -> tuple[tuple[Any, ...], Any]:
     """Where rows start..stop of an array meet the shard at `index`.
 
-    (slices of the shard, slices of the rows), or (None, None) if they do not.
+    (slices of the shard, slices of the rows), or ((), None) if they do not.
     """
     if not index:
         return (), ()
     first, last = max(start, index[0][0]), min(stop, index[0][1])
     if first >= last:
-        return None, None
+        return (), None
     into = slice(first - index[0][0], last - index[0][0])
     inner = tuple(slice(*bounds) for bounds in index[1:])
-    return into, (slice(first - start, last - start), *inner)
+    return (into,), (slice(first - start, last - start), *inner)
 
 
 def _flat(values: Any) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from flax import linen as nn
 
 from kimi_jax import sharding
 from kimi_jax.modules import islands, parameters
-from kimi_jax.modules.cache import AXES, PAGES, Chunk
+from kimi_jax.modules.cache import AXES, ENTRY, LEAVING, PAGES, Chunk, Segment
 from kimi_jax.ops import attention, context_attention
 from kimi_jax.ops.paged_attention import Where, paged_attention, write_pages
+from kimi_jax.ops.rotary import rotate, rotate_pair, rotate_pair_from
 
 # A caller asks by making this collection mutable; nothing is kept in it. It is a
 # question to the layers and no field of the model, which it does not change.
@@ -194,6 +195,90 @@ def _local_cached(
         q_BTHK, pools, at, where, expand_cast, axis=axis, **options
     )
     return o_BTHV, *pools
+
+
+def attend_carried(
+    module: nn.Module,
+    q_BTHK: jax.Array,
+    latents: Sequence[jax.Array],
+    expand: Expand,
+    weights: Sequence[jax.Array] = (),
+    *,
+    names: Sequence[str],
+    segment: Segment,
+    latent_axes: Sequence[sharding.Axes],
+    weight_axes: Sequence[sharding.Axes] = (),
+    segment_ids_BT: jax.Array,
+    **options: Any,
+) -> jax.Array:
+    """`attend` of a piece of rows to the pieces before it and to itself.
+
+    Finds their latents in the module's collection `entry`, under `names`, and leaves
+    its own there for the pieces to come.
+    """
+    past: list[jax.Array] = [module.get_variable(ENTRY, name) for name in names]
+    for name, own in zip(names, latents, strict=True):
+        module.put_variable(LEAVING, name, own)
+    heads = ("rows", None, "heads", None)
+    past_axes = [(None, *axes) for axes in latent_axes]
+    o_BTHV, max_BTH = islands.island(
+        functools.partial(_local_carried, len(latents), expand, options),
+        q_BTHK,
+        *segment,
+        *latents,
+        *past,
+        *weights,
+        inputs=(
+            *(heads, (), ("rows", None)),
+            *(*latent_axes, *past_axes, *weight_axes),
+        ),
+        outputs=(heads, heads[:3]),
+    )
+    real_BT1 = (segment_ids_BT > 0)[:, :, None]
+    if module.is_mutable_collection(MAX_LOGITS):
+        max_BTH = jnp.where(real_BT1, jax.lax.stop_gradient(max_BTH), -jnp.inf)
+        parameters.sow_stat(module, "max_logit_H", jnp.max(max_BTH, axis=(0, 1)))
+    return jnp.where(real_BT1[..., None], o_BTHV, 0)
+
+
+def _local_carried(
+    n: int,
+    expand: Expand,
+    options: dict[str, Any],
+    q_BTHK: jax.Array,
+    index: jax.Array,
+    start_BT: jax.Array,
+    *rest: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """`carried_attention` of a device's rows and heads."""
+    latents, past, weights = rest[:n], rest[n : 2 * n], rest[2 * n :]
+    return context_attention.carried_attention(
+        q_BTHK,
+        latents,
+        past,
+        index,
+        expand,
+        weights,
+        start_BT=start_BT,
+        **options,
+    )
+
+
+def rotated(
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    chunk: Chunk | Segment | None,
+    base: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys, turned by their positions, wherever these are to be found."""
+    if chunk is None:
+        return rotate_pair(q_BTHK, k_BTGK, segment_ids_BT, base)
+    if isinstance(chunk, Chunk):
+        return rotate_pair_from(q_BTHK, k_BTGK, chunk.where.start_B, base)
+    t_T = jnp.arange(q_BTHK.shape[1], dtype=jnp.int32)
+    positions_BT = t_T - chunk.start_BT
+    return rotate(q_BTHK, positions_BT, base), rotate(k_BTGK, positions_BT, base)
 
 
 def keys_and_values(

@@ -33,6 +33,8 @@ from kimi_jax.ops.paged_attention import Where
 
 # The collections of variables in which layers find their part, and leave it.
 STATES, PAGES = "states", "pages"
+# And those for the past of a `Segment`, and what it leaves to the next one.
+ENTRY, LEAVING = "entry", "leaving"
 
 AXES: dict[str, sharding.Axes] = {
     "state": ("rows", "heads", None, None),
@@ -57,6 +59,43 @@ class Chunk(NamedTuple):
 
     at: tuple[jax.Array, jax.Array]  # on the leading axes
     where: Where
+
+
+class Segment(NamedTuple):
+    """What a layer is told of a piece of rows that are read in pieces of equal length.
+
+    Unlike a `Chunk` it may hold several documents of a row, and is differentiable: its
+    past is an input, and what it leaves an output.
+    """
+
+    number: jax.Array  # int32 scalar: how many pieces came before
+    start_BT: jax.Array  # int32, see `context_attention.carried_attention`
+
+    def continues_B(self, segment_ids_BT: jax.Array) -> jax.Array:
+        """Whether the first document of a row began in an earlier piece, bool."""
+        return jnp.any((segment_ids_BT > 0) & (self.start_BT < 0), axis=1)
+
+
+def segment_shape(
+    model: config.Model, batch: int, pieces: int, length: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Shapes and dtypes of the past of a `Segment`, stacked as in a `Cache`.
+
+    Returns:
+      What a piece hands to the next, with B on the third axis, and what all pieces
+      leave to those after them, [*, *, pieces, B, length, ...].
+    """
+    handed: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
+    for path, lead, kind in _layers(model):
+        for name, shape, wide in _arrays(model, kind, batch, batch, length):
+            tree, many = (handed, ()) if kind == "kda" else (kept, (pieces,))
+            dtype: Any = model.dtype
+            if wide:
+                dtype = jnp.promote_types(model.dtype, jnp.float32)
+            node = _node(tree, path, kind)
+            node[name] = jax.ShapeDtypeStruct((*lead, *many, *shape), dtype)
+    return handed, kept
 
 
 def init_cache(
@@ -134,9 +173,7 @@ def cache_shape(
             to: Any = dtype or model.dtype if collection == PAGES else model.dtype
             if wide:
                 to = jnp.promote_types(model.dtype, jnp.float32)
-            node = trees[collection]
-            for key in (*path.split("/"), kind):
-                node = node.setdefault(key, {})
+            node = _node(trees[collection], path, kind)
             node[name] = _placed((*lead, *shape), to, AXES[name], mesh)
     table_BM = _placed((batch, columns), jnp.int32, ("rows", None), mesh)
     length_B = _placed((batch,), jnp.int32, ("rows",), mesh)
@@ -185,6 +222,13 @@ def _fixed_table(shape: Any, mesh: Mesh | None) -> np.ndarray:
 
 def _bytes(x: Any) -> int:
     return math.prod(x.shape) * x.dtype.itemsize
+
+
+def _node(tree: dict[str, Any], path: str, kind: str) -> dict[str, Any]:
+    """The part of a layer in a tree, made if it is not there."""
+    for key in (*path.split("/"), kind):
+        tree = tree.setdefault(key, {})
+    return tree
 
 
 def _layers(model: config.Model) -> list[tuple[str, tuple[int, int], str]]:

@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from kimi_jax import config, sharding
 from kimi_jax.modules import islands, parameters
-from kimi_jax.modules.cache import AXES, STATES, Chunk
+from kimi_jax.modules.cache import AXES, ENTRY, LEAVING, STATES, Chunk, Segment
 from kimi_jax.ops import decay
 from kimi_jax.ops.context import from_rank
 from kimi_jax.ops.context_conv import context_short_conv
@@ -36,7 +36,7 @@ class KimiDeltaAttention(nn.Module):
         self,
         x_BTD: jax.Array,
         segment_ids_BT: jax.Array | None,
-        chunk: Chunk | None = None,
+        chunk: Chunk | Segment | None = None,
     ) -> jax.Array:
         cfg, model = self.model.kda, self.model
         H, K, V = cfg.num_heads, cfg.key_dim, cfg.value_dim
@@ -50,7 +50,11 @@ class KimiDeltaAttention(nn.Module):
         )
         a_log_H, dt_bias_HK, g_BTHK = self._decay(x_BTD)
         inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, a_log_H, dt_bias_HK)
-        mix = self._mix if chunk is None else functools.partial(self._extend, chunk)
+        mix: Callable[..., jax.Array] = self._mix
+        if isinstance(chunk, Chunk):
+            mix = functools.partial(self._extend, chunk)
+        elif chunk is not None:
+            mix = functools.partial(self._carry, chunk)
         o_BTHV = mix(inputs, segment_ids_BT, convs)
         o_BTHV = gated_rms_norm(
             o_BTHV,
@@ -81,18 +85,26 @@ class KimiDeltaAttention(nn.Module):
             outputs=(("rows", "time", "heads", None), ("rows",)),
         )
         if observing:
-            _, _, _, g_BTHK, beta_BTH, a_log_H, dt_bias_HK = inputs
-            observed = decay.observe(
-                g_BTHK,
-                beta_BTH,
-                square_B,
-                segment_ids_BT,
-                a_log_H=a_log_H,
-                dt_bias=dt_bias_HK.reshape(-1),
-                lower_bound=_lower_bound(cfg),
-            )
-            parameters.sow_stats(self, observed)
+            self._observe(inputs, square_B, segment_ids_BT)
         return o_BTHV
+
+    def _observe(
+        self,
+        inputs: Sequence[jax.Array],
+        square_B: jax.Array,
+        segment_ids_BT: jax.Array | None,
+    ) -> None:
+        _, _, _, g_BTHK, beta_BTH, a_log_H, dt_bias_HK = inputs
+        observed = decay.observe(
+            g_BTHK,
+            beta_BTH,
+            square_B,
+            segment_ids_BT,
+            a_log_H=a_log_H,
+            dt_bias=dt_bias_HK.reshape(-1),
+            lower_bound=_lower_bound(self.model.kda),
+        )
+        parameters.sow_stats(self, observed)
 
     def _extend(
         self,
@@ -102,21 +114,55 @@ class KimiDeltaAttention(nn.Module):
         convs: Sequence[jax.Array],
     ) -> jax.Array:
         """o_BTHV of tokens that go on from the states in the cache, which move on."""
-        names = ["state", *("q_tail", "k_tail", "v_tail")[: len(convs)]]
+        names = _memory(convs)
         stacks: list[jax.Array] = [self.get_variable(STATES, name) for name in names]
-        axes = [AXES[name] for name in names]
-        o_BTHV, *moved = islands.island(
+        before = [x[chunk.at] for x in stacks]
+        o_BTHV, *moved = self._go_on(inputs, segment_ids_BT, convs, before)
+        for name, stack, new in zip(names, stacks, moved, strict=True):
+            self.put_variable(STATES, name, stack.at[chunk.at].set(new))
+        return o_BTHV
+
+    def _carry(
+        self,
+        segment: Segment,
+        inputs: Sequence[jax.Array],
+        segment_ids_BT: jax.Array,
+        convs: Sequence[jax.Array],
+    ) -> jax.Array:
+        """o_BTHV of a piece of rows, from the states that the piece before it left."""
+        names = _memory(convs)
+        before: list[jax.Array] = [self.get_variable(ENTRY, name) for name in names]
+        goes_on_B = segment.continues_B(segment_ids_BT)
+        before = [
+            jnp.where(goes_on_B.reshape(-1, *(1,) * (x.ndim - 1)), x, 0) for x in before
+        ]
+        o_BTHV, *moved = self._go_on(inputs, segment_ids_BT, convs, before)
+        for name, new in zip(names, moved, strict=True):
+            self.put_variable(LEAVING, name, new)
+        if parameters.observing(self):
+            state_BHKV = jax.lax.stop_gradient(moved[0])
+            square_B = jnp.mean(jnp.square(state_BHKV), (1, 2, 3))
+            self._observe(inputs, square_B, segment_ids_BT)
+        return o_BTHV
+
+    def _go_on(
+        self,
+        inputs: Sequence[jax.Array],
+        segment_ids_BT: jax.Array | None,
+        convs: Sequence[jax.Array],
+        before: Sequence[jax.Array],
+    ) -> Sequence[jax.Array]:
+        """o_BTHV, and the states and tails that follow those of `before`."""
+        axes = [AXES[name] for name in _memory(convs)]
+        return islands.island(
             functools.partial(_extend, self.model.kda, len(convs)),
-            *(*inputs, segment_ids_BT, *convs, *(x[chunk.at] for x in stacks)),
+            *(*inputs, segment_ids_BT, *convs, *before),
             inputs=(
                 *(*_input_axes(None), ("rows", None)),
                 *(*(_CONV,) * len(convs), *axes),
             ),
             outputs=(("rows", None, "heads", None), *axes),
         )
-        for name, stack, new in zip(names, stacks, moved, strict=True):
-            self.put_variable(STATES, name, stack.at[chunk.at].set(new))
-        return o_BTHV
 
     def _matrix(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         return parameters.matrix(
@@ -170,6 +216,11 @@ class KimiDeltaAttention(nn.Module):
 
 
 _CONV: sharding.Axes = ("heads", None, None)
+
+
+def _memory(convs: Sequence[jax.Array]) -> list[str]:
+    """The names of what a layer remembers."""
+    return ["state", *("q_tail", "k_tail", "v_tail")[: len(convs)]]
 
 
 def _input_axes(time: str | None) -> tuple[sharding.Axes, ...]:
@@ -247,8 +298,8 @@ def _extend(
 ) -> tuple[jax.Array, ...]:
     """o_BTHV, and what remains of the state and the tails after the last real token.
 
-    `ids_BT` is 1 for the new tokens of a row and 0 for the padding behind them. All of
-    the time is on this device.
+    The first document of a row goes on from what is given; `ids_BT` is 0 at padding.
+    All of the time is on this device.
     """
     convs, state_BHKV, tails = rest[:num_convs], rest[num_convs], rest[num_convs + 1 :]
     q, k, v = q_BTHK, k_BTHK, v_BTHV

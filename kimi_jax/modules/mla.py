@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,18 @@ from flax import linen as nn
 
 from kimi_jax import config
 from kimi_jax.modules import parameters
-from kimi_jax.modules.attend import absorbed_latent, attend, attend_cached, split_latent
-from kimi_jax.modules.cache import Chunk
+from kimi_jax.modules.attend import (
+    absorbed_latent,
+    attend,
+    attend_cached,
+    attend_carried,
+    rotated,
+    split_latent,
+)
+from kimi_jax.modules.cache import Chunk, Segment
 from kimi_jax.ops.norms import rms_norm
-from kimi_jax.ops.rotary import rotate_pair, rotate_pair_from
+
+_NAMES = ("latent", "pe")  # of what is remembered
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -30,7 +39,7 @@ class MultiHeadLatentAttention(nn.Module):
         self,
         x_BTD: jax.Array,
         segment_ids_BT: jax.Array | None,
-        chunk: Chunk | None = None,
+        chunk: Chunk | Segment | None = None,
     ) -> jax.Array:
         cfg, D = self.model.mla, self.model.width
         H, V, nope, pe = cfg.num_heads, cfg.value_dim, cfg.nope_dim, cfg.pe_dim
@@ -42,30 +51,31 @@ class MultiHeadLatentAttention(nn.Module):
         k_pe_BTGK = k_pe_BTR[:, :, None]
         if cfg.positions == "rope":
             q_nope_BTHK, q_pe_BTHK = jnp.split(q_BTHK, [nope], axis=-1)
-            pair = (q_pe_BTHK, k_pe_BTGK)
-            if chunk is None:
-                pair = rotate_pair(*pair, segment_ids_BT, cfg.rope_base)
-            else:
-                pair = rotate_pair_from(*pair, chunk.where.start_B, cfg.rope_base)
-            q_pe_BTHK, k_pe_BTGK = pair
+            q_pe_BTHK, k_pe_BTGK = rotated(
+                q_pe_BTHK, k_pe_BTGK, segment_ids_BT, chunk, cfg.rope_base
+            )
             q_BTHK = jnp.concatenate([q_nope_BTHK, q_pe_BTHK], axis=-1)
         kv_b_RHK = self._matrix("kv_b", (cfg.kv_rank, H, nope + V))
         latents = (latent_BTR, k_pe_BTGK)
-        if chunk is None:
-            o_BTHV = attend(
+        if isinstance(chunk, Chunk):
+            o_BTHV = self._attend_cached(q_BTHK, latents, kv_b_RHK, chunk)
+        else:
+            run: Callable[..., jax.Array] = attend
+            if chunk is not None:
+                run = functools.partial(attend_carried, names=_NAMES, segment=chunk)
+            time = "time" if chunk is None else None
+            o_BTHV = run(
                 self,
                 q_BTHK,
                 latents,
                 functools.partial(split_latent, nope=nope),
                 (kv_b_RHK,),
-                latent_axes=(("rows", "time", None), ("rows", "time", None, None)),
+                latent_axes=(("rows", time, None), ("rows", time, None, None)),
                 weight_axes=((None, "heads", None),),
                 scale=(nope + pe) ** -0.5,
                 segment_ids_BT=segment_ids_BT,
                 block_size=cfg.block_size,
             )
-        else:
-            o_BTHV = self._attend_cached(q_BTHK, latents, kv_b_RHK, chunk)
         if cfg.output_gate:
             gate_BTHV = jnp.einsum("btd,dhv->bthv", x_BTD, self._matrix("g", (D, H, V)))
             o_BTHV = o_BTHV * nn.sigmoid(gate_BTHV.astype(o_BTHV.dtype))
@@ -91,7 +101,7 @@ class MultiHeadLatentAttention(nn.Module):
         run = functools.partial(
             attend_cached,
             self,
-            names=("latent", "pe"),
+            names=_NAMES,
             chunk=chunk,
             latent_axes=(("rows", None, None), ("rows", None, None, None)),
             scale=(nope + pe) ** -0.5,

@@ -21,7 +21,9 @@ from kimi_jax.ops.dispatch import Options, dispatch
 from kimi_jax.ops.norms import rms_norm
 from kimi_jax.ops.routing import (
     Routing,
+    agreement,
     dropped,
+    replay,
     route_threshold,
     route_top_k,
     router_scores,
@@ -29,6 +31,8 @@ from kimi_jax.ops.routing import (
 
 # A caller asks for each token's experts by making this collection mutable.
 ROUTES = "routes"
+# And gives it experts to use instead of its own choice in this one.
+REPLAY = "replay"
 
 
 class LatentMoE(nn.Module):
@@ -85,6 +89,9 @@ class LatentMoE(nn.Module):
         E, F = moe.num_experts, moe.expert_width
         shape = (r_BTD.shape[-1], E)
         observing = parameters.observing(self)
+        given_BTA: jax.Array | None = None
+        if self.has_variable(REPLAY, "routes_BTA"):
+            given_BTA = self.get_variable(REPLAY, "routes_BTA")
         zeros = nn.initializers.zeros
         time = None if infer else "time"
         tokens = ("rows", time, None)
@@ -93,6 +100,7 @@ class LatentMoE(nn.Module):
             z_BTL,
             r_BTD,
             segment_ids_BT,
+            given_BTA,
             self.param("router", parameters.fan_in_uniform, shape),
             self.variable("balance", "bias", zeros, None, (E,)).value,
             self._matrix("experts_gate", (E, L, F)),
@@ -102,13 +110,20 @@ class LatentMoE(nn.Module):
                 tokens,
                 tokens,
                 None if segment_ids_BT is None else ("rows", time),
+                None if given_BTA is None else tokens,
                 (None, None),
                 (None,),
                 ("experts", None, "hidden"),
                 ("experts", None, "hidden"),
                 ("experts", "hidden", None),
             ),
-            outputs=(tokens, tokens, _observed_axes(moe.balancing.method, observing)),
+            outputs=(
+                tokens,
+                tokens,
+                _observed_axes(
+                    moe.balancing.method, observing, replaying=given_BTA is not None
+                ),
+            ),
             # The ranks of a context axis that share their tokens could not prove it.
             check=not infer,
         )
@@ -130,14 +145,15 @@ def _route_and_compute(
     z_BTL: jax.Array,
     r_BTD: jax.Array,
     segment_ids_BT: jax.Array | None,
+    given_BTA: jax.Array | None,
     router_DE: jax.Array,
     bias_E: jax.Array,
     *experts: jax.Array,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """u_BTL and the experts of this device's tokens, what was observed of all tokens.
 
-    With `infer` the ranks of a context axis are given the same tokens, and each does
-    its share of them.
+    The experts are those of `given_BTA` where it names some. With `infer` the ranks of
+    a context axis are given the same tokens, and each does its share of them.
     """
     moe = model.moe
     z_NL, r_ND = (x.reshape(-1, x.shape[-1]) for x in (z_BTL, r_BTD))
@@ -146,7 +162,11 @@ def _route_and_compute(
     if infer and mask_N is not None and (share := islands.axis_if_split("context")):
         z_NL, r_ND, mask_N = (_own_share(x, share) for x in (z_NL, r_ND, mask_N))
     scores_NE = router_scores(r_ND, router_DE)
-    routing = _route(moe, scores_NE, bias_E, mask_N)
+    routing, agreed = _route(moe, scores_NE, bias_E, mask_N), {}
+    if given_BTA is not None:
+        given_NA = given_BTA.reshape(-1, given_BTA.shape[-1])
+        agreed = agreement(routing, given_NA, moe.num_experts)
+        routing = replay(routing, scores_NE, given_NA, scale=moe.routed_scaling)
     gate_ELF, up_ELF, down_EFL = experts
     made = dispatch(
         z_NL,
@@ -162,7 +182,7 @@ def _route_and_compute(
     if observing:
         method = moe.balancing
         axes = () if sharding.context_mesh() is None else sharding.TOKENS
-        undone = dropped(routing, moe.num_experts)
+        undone = dropped(routing, moe.num_experts) | agreed
         undone["dropped_slots"] += made.dropped
         hidden_max = jax.lax.stop_gradient(made.hidden_max)
         if axes:
@@ -246,11 +266,15 @@ def _options(moe: config.MoE, infer: bool) -> Options:
     )
 
 
-def _observed_axes(method: str, observing: bool) -> dict[str, sharding.Axes]:
+def _observed_axes(
+    method: str, observing: bool, replaying: bool
+) -> dict[str, sharding.Axes]:
     """How the observations lie: margins with their tokens, all else on every device."""
     if not observing:
         return {}
     names = [*balancing.observed_names(method), "dropped_slots", "unrouted_tokens"]
+    if replaying:
+        names += ["replayed_slots", "agreed_slots"]
     axes: dict[str, sharding.Axes] = dict.fromkeys([*names, "hidden_max"], ())
     if "margin_NE" in axes:
         axes["margin_NE"] = ("tokens", None)

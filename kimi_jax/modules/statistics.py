@@ -28,6 +28,9 @@ REDUCTIONS: dict[str, str] = {
     **{k: balancing.reduction(k) for k in ("load_E", "tokens", *_OBSERVED)},
     "dropped_slots": "sum",
     "unrouted_tokens": "sum",
+    # Slots whose experts were given, and those of them that the router would choose.
+    "replayed_slots": "sum",
+    "agreed_slots": "sum",
     # Largest hidden activation of routed experts, shared experts and dense layers.
     "hidden_max": "max",
     # KDA: see kimi_jax.ops.decay. Sums over sampled tokens and over rows.

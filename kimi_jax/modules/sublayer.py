@@ -16,7 +16,7 @@ from flax import linen as nn
 
 from kimi_jax import config
 from kimi_jax.modules import parameters
-from kimi_jax.modules.cache import Chunk
+from kimi_jax.modules.cache import Chunk, Segment
 from kimi_jax.modules.gqa import GroupedQueryAttention
 from kimi_jax.modules.kda import KimiDeltaAttention
 from kimi_jax.modules.mla import MultiHeadLatentAttention
@@ -79,8 +79,8 @@ class ReadResidual(nn.Module):
 class Sublayer(nn.Module):
     """Stream -> Stream with one layer of `kind` applied.
 
-    With `chunk`, the tokens go on where the cache, in the layer's variables, ends; the
-    cache is updated there.
+    With `chunk`, the tokens go on where the cache, or the past of the segment, in the
+    layer's variables, ends; what follows is left there.
     """
 
     model: config.Model
@@ -91,7 +91,7 @@ class Sublayer(nn.Module):
         self,
         stream: Stream,
         segment_ids_BT: jax.Array | None,
-        chunk: Chunk | None = None,
+        chunk: Chunk | Segment | None = None,
     ) -> Stream:
         model = self.model
         h_BTD = ReadResidual(model, name="residual")(stream, segment_ids_BT)
@@ -101,7 +101,7 @@ class Sublayer(nn.Module):
             layer = ATTENTION[self.kind](model, name=self.kind)
             y_BTD = layer(x_BTD, segment_ids_BT, chunk)
         elif self.kind == "moe":
-            infer = chunk is not None
+            infer = isinstance(chunk, Chunk)
             y_BTD = LatentMoE(model, name="moe")(x_BTD, segment_ids_BT, infer)
         else:
             y_BTD = MLP(model, model.ffn.width, name="mlp")(x_BTD, segment_ids_BT)

@@ -26,7 +26,16 @@ from flax import traverse_util
 from kimi_jax import layout, sharding
 from kimi_jax.config import Model
 from kimi_jax.modules import attend, moe, parameters, vision
-from kimi_jax.modules.cache import PAGES, STATES, Cache, Chunk
+from kimi_jax.modules.cache import (
+    AXES,
+    ENTRY,
+    LEAVING,
+    PAGES,
+    STATES,
+    Cache,
+    Chunk,
+    Segment,
+)
 from kimi_jax.modules.sublayer import (
     BlockStart,
     ReadResidual,
@@ -130,6 +139,8 @@ def apply(
     remat: str = "none",
     observe: bool = False,
     max_logits: bool = False,
+    routes: bool = False,
+    routes_BTLA: jax.Array | None = None,
 ) -> Forward:
     """The forward pass.
 
@@ -145,9 +156,14 @@ def apply(
         `stats` is empty and they cost nothing.
       max_logits: softmax attention also reports max_logit_H, the largest logit of each
         head over the batch, among the statistics. Takes `observe`.
+      routes: stats also hold the experts of every token, as in `extend`.
+      routes_BTLA: int, experts that the layers with experts, in order of depth, are to
+        use; their weights come from the scores of here. A token whose A are all
+        num_experts chooses freely. None: all do.
     """
-    asked = {"stats": observe, attend.MAX_LOGITS: observe and max_logits}
-    collections = tuple(name for name, wanted in asked.items() if wanted)
+    collections = _asked(observe, max_logits, routes)
+    if routes_BTLA is not None:
+        variables = variables | {moe.REPLAY: _replay(model, routes_BTLA)}
     depth = _Depth(model, segment_ids_BT, remat, collections)
     return depth.run(variables, tokens_BT, features_BMD, {})[0]
 
@@ -190,6 +206,52 @@ def extend(
     return out, Cache(memory[STATES], memory[PAGES], cache.table_BM, read_B)
 
 
+def carry(
+    model: Model,
+    variables: Variables,
+    tokens_BT: jax.Array,
+    segment_ids_BT: jax.Array,
+    segment: Segment,
+    entry: Variables,
+    *,
+    remat: str = "none",
+    observe: bool = False,
+    max_logits: bool = False,
+    routes: bool = False,
+    routes_BTLA: jax.Array | None = None,
+) -> tuple[Forward, Variables]:
+    """`apply` to a piece of rows whose tokens before it are in `entry`; differentiable.
+
+    Args:
+      entry: as `cache.segment_shape` says, of both kinds, merged.
+      others: as in `apply`, of this piece.
+
+    Returns:
+      The hidden states of the piece, and what it leaves: its states, and the latents
+      of its own tokens.
+    """
+    variables = variables | {ENTRY: entry}
+    if routes_BTLA is not None:
+        variables |= {moe.REPLAY: _replay(model, routes_BTLA)}
+    asked = _asked(observe, max_logits, routes)
+    depth = _Depth(
+        model, segment_ids_BT, remat, (*asked, LEAVING), None, segment=segment
+    )
+    out = depth.run(variables, tokens_BT, None, {})[0]
+    flat = traverse_util.flatten_dict(out.stats)
+    left = {path: x for path, x in flat.items() if path[-1] in AXES}
+    stats = {path: x for path, x in flat.items() if path not in left}
+    out = out._replace(stats=traverse_util.unflatten_dict(stats))
+    return out, traverse_util.unflatten_dict(left)
+
+
+def _asked(observe: bool, max_logits: bool, routes: bool) -> tuple[str, ...]:
+    """The collections that layers report to."""
+    asked = {"stats": observe, attend.MAX_LOGITS: observe and max_logits}
+    asked[moe.ROUTES] = routes
+    return tuple(name for name, wanted in asked.items() if wanted)
+
+
 class _Depth(NamedTuple):
     """The way down the layers, and what all of them are told.
 
@@ -203,6 +265,7 @@ class _Depth(NamedTuple):
     remat: str
     collections: tuple[str, ...]  # that layers may write to
     where: Where | None = None  # the new tokens stand; None: no cache
+    segment: Segment | None = None  # that these tokens are; None: they are all
 
     def run(
         self,
@@ -286,7 +349,7 @@ class _Depth(NamedTuple):
     ) -> tuple[Stream, Variables, Any]:
         """A few sublayers: the body of the inner scan."""
         stats: dict[str, Any] = {}
-        chunk = None if self.where is None else Chunk(at, self.where)
+        chunk = self.segment if self.where is None else Chunk(at, self.where)
         for position, kind in enumerate(kinds):
             name = layout.sublayer_name(position)
             stream, sown = _call(
@@ -325,7 +388,7 @@ def _call(
 def _stats(sown: Variables) -> Variables:
     """What a module reported, whichever collection was asked for."""
     flat: dict[Any, Any] = {}
-    for name in ("stats", moe.ROUTES):
+    for name in ("stats", moe.ROUTES, LEAVING):
         flat |= traverse_util.flatten_dict(sown.get(name, {}))
     return traverse_util.unflatten_dict(flat)
 
@@ -337,6 +400,23 @@ def _init(module: nn.Module, key: jax.Array, *inputs: Any) -> Variables:
 def _sub(variables: Variables, name: str) -> Variables:
     """The variables of the child `name`, in every collection that has some."""
     return {c: tree[name] for c, tree in variables.items() if name in tree}
+
+
+def _replay(model: Model, routes_BTLA: jax.Array) -> Variables:
+    """routes_BTA of every layer with experts, stacked as their parameters are."""
+    places = [p for p in layout.places(layout.plan(model)) if p.kind == "moe"]
+    if len(places) != routes_BTLA.shape[2]:
+        raise ValueError(
+            f"routes_BTLA has shape {routes_BTLA.shape}, and the model has "
+            f"{len(places)} layers with experts; give each its own, in order of depth"
+        )
+    stacked: Variables = {moe.REPLAY: {}}
+    _scatter(
+        stacked,
+        {moe.REPLAY: {"moe": {"routes_BTA": jnp.moveaxis(routes_BTLA, 2, 0)}}},
+        places,
+    )
+    return stacked[moe.REPLAY]
 
 
 def _put(memory: Variables, name: str, new: Variables) -> Variables:

@@ -136,6 +136,19 @@ class Alerts:
             yield _Found("", share)
 
 
+def _beyond(name: str, *, below: bool = False) -> Callable[..., Iterator[_Found]]:
+    """The check of one number of reinforcement learning."""
+
+    def check(
+        _: Alerts, record: Mapping[str, Any], threshold: float
+    ) -> Iterator[_Found]:
+        value = record.get("rl", {}).get(name, math.nan)
+        if value < threshold if below else value > threshold:
+            yield _Found("", value)
+
+    return check
+
+
 _CHECKS: dict[str, tuple[Callable[..., Iterator[_Found]], str, Callable]] = {
     "load_entropy": (
         Alerts._low_entropy,
@@ -166,6 +179,35 @@ _CHECKS: dict[str, tuple[Callable[..., Iterator[_Found]], str, Callable]] = {
     "data_wait": (
         Alerts._starved,
         "{value:.0%} of the time goes into waiting for data (limit {threshold:.0%})",
+        max,
+    ),
+    "policy_kl": (
+        _beyond("policy_kl"),
+        "the policy moved by {value:.3g} nats a token since it was sampled (limit "
+        "{threshold:g})",
+        max,
+    ),
+    "mismatch": (
+        _beyond("mismatch"),
+        "sampler and learner differ by {value:.3g} nats a token for the same policy "
+        "(limit {threshold:g})",
+        max,
+    ),
+    "effective_samples": (
+        _beyond("effective_samples", below=True),
+        "importance weights leave {value:.0%} of the tokens, below {threshold:.0%}",
+        min,
+    ),
+    "zero_variance": (
+        _beyond("zero_variance"),
+        "{value:.0%} of the groups have members that are all alike (limit "
+        "{threshold:.0%})",
+        max,
+    ),
+    "environment_errors": (
+        _beyond("environment_errors"),
+        "{value:.0%} of the trajectories ended in an error of their environment (limit "
+        "{threshold:.0%})",
         max,
     ),
 }

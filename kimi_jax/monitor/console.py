@@ -78,6 +78,7 @@ class Progress:
         console: Console,
         unigram_bits_per_byte: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        curve: str = "bits_per_byte",
     ):
         """Prepare; nothing is printed yet.
 
@@ -86,13 +87,15 @@ class Progress:
             unigram_bits_per_byte: entropy of the byte unigrams of the validation
                 text, in bits, to print beside each evaluation.
             clock: seconds from any origin; tests pass their own.
+            curve: the number of the records that the live display draws.
         """
         self._console = console
+        self._curve_name = curve
         self._unigram = unigram_bits_per_byte
         self._clock = clock
         self._start = self._last_event = clock()
         self._marks: deque[tuple[float, int]] = deque(maxlen=_ETA_WINDOW + 1)
-        self._bits: list[float] = []
+        self._curve: list[float] = []
         self._train: Mapping[str, Any] | None = None
         self._eval: Mapping[str, Any] | None = None
         self._steps = (0, 0)
@@ -129,8 +132,9 @@ class Progress:
             return
         self._train = record
         self._marks.append((self._last_event, steps_done))
-        if "bits_per_byte" in record:
-            self._bits.append(record["bits_per_byte"])
+        numbers = {**record, **record.get("rl", {})}
+        if self._curve_name in numbers:
+            self._curve.append(numbers[self._curve_name])
         if self._live is None:
             fields = [*_train_fields(record), f"ETA {format_seconds(self.eta()):>7}"]
             self._print(self._line("step", fields))
@@ -193,12 +197,14 @@ class Progress:
             fields.append(f"val loss {record['loss']:.4f}")
         if "bits_per_byte" in record:
             fields.append(f"val bpb {record['bits_per_byte']:.4f}")
+        if "success" in record.get("rl", {}):
+            fields.append(f"held-out success {record['rl']['success']:.1%}")
         if "accuracy" in record:
             fields.append(f"accuracy {record['accuracy']:.4f}")
         for length, other in list(record.get("lengths", {}).items())[1:]:
             name = "accuracy" if "accuracy" in other else "bits_per_byte"
             fields.append(f"at {length} {other[name]:.4f}")
-        if self._unigram is not None:
+        if self._unigram is not None and "bits_per_byte" in record:
             fields.append(f"(byte unigrams {self._unigram:.4f})")
         return fields
 
@@ -220,7 +226,8 @@ class Progress:
         lines.append(Text("  ".join(_train_fields(self._train))))
         if self._eval is not None:
             lines.append(Text("  ".join(self._eval_fields(self._eval)), style="cyan"))
-        lines.append(Text(f"bits per byte {sparkline(self._bits)}", style="dim"))
+        name = self._curve_name.replace("_", " ")
+        lines.append(Text(f"{name} {sparkline(self._curve)}", style="dim"))
         return Group(*lines)
 
 
@@ -265,12 +272,29 @@ def _train_fields(record: Mapping[str, Any]) -> list[str]:
         "mfu": lambda x: f"MFU {x:6.1%}",
     }
     fields = [show(record[name]) for name, show in formats.items() if name in record]
+    fields += _rl_fields(record.get("rl", {}))
     violations = record.get("layers", {}).get("moe/max_violation")
     if violations:
         # NaN first: max() would hide it or not depending on the order.
         worst = math.nan if any(map(math.isnan, violations)) else max(violations)
         fields.append(f"worst MaxVio {worst:6.3f}")
     return fields
+
+
+def _rl_fields(numbers: Mapping[str, Any]) -> list[str]:
+    """Of an iteration of reinforcement learning."""
+    formats = {
+        "success": "success {:5.1%}",
+        "reward": "reward {:6.3f}",
+        "turns": "turns {:4.1f}",
+        "zero_variance": "alike {:4.0%}",
+        "policy_kl": "kl {:8.1e}",
+        "clip_share": "clipped {:5.1%}",
+        "mismatch": "mismatch {:7.1e}",
+        "rollout_seconds": "rollout {:.1f} s",
+        "learn_seconds": "learn {:.1f} s",
+    }
+    return [form.format(numbers[k]) for k, form in formats.items() if k in numbers]
 
 
 def _decimals(value: float) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from kimi_jax.monitor import metrics, plots, sections
+from kimi_jax.monitor import metrics, plots, rl_sections, sections
 from kimi_jax.monitor.markdown import code, fence, number, table
 from kimi_jax.monitor.report_alerts import alerts_section
 from kimi_jax.monitor.runs import Run, last, layer_series, load_run, series, tail
@@ -98,6 +98,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "validation_bits_per_byte": evaluation.get("bits_per_byte"),
         **sections.summarise_accuracy(run),
         **sections.summarise_reach(run),
+        **rl_sections.summarise_rl(run),
         "best_validation_step": best.get("step"),
         "best_validation_bits_per_byte": best.get("bits_per_byte"),
         "unigram_bits_per_byte": run.info.get("unigram_bits_per_byte"),
@@ -137,6 +138,7 @@ def draw(run: Run) -> dict[str, Figure]:
     optimizer = [p for p in optimizer if np.isfinite(p.series.values).any()]
     if optimizer:
         figures["optimizer"] = plots.history_figure(optimizer)
+    figures |= rl_sections.draw_rl(run)
     figures |= sections.draw_accuracy(run)
     figures |= sections.draw_positions(run)
     figures |= sections.draw_speed(run)
@@ -163,6 +165,8 @@ def render(run: Run, summary: dict[str, Any], figures: Sequence[str]) -> str:
     parts = [_headline(summary), alerts_section(run.alerts)]
     if "loss" in figures:
         parts.append("## Loss\n\n![Loss curve](plots/loss.png)")
+    if "rl_success" in figures:
+        parts.append(rl_sections.rl_section(summary, figures))
     if "optimizer" in figures:
         parts.append("## Optimizer\n\n![Optimizer curves](plots/optimizer.png)")
     if "accuracy" in figures:
@@ -196,6 +200,8 @@ def _headline(summary: dict[str, Any]) -> str:
     headline = f"Validation {validation} bits per byte"
     if summary["validation_accuracy"] is not None:
         headline = f"Validation accuracy {number(summary['validation_accuracy'])}"
+    if "success_on" in summary:
+        headline = f"Success {number(summary['success'])} on {summary['success_on']}"
     rows = [
         *sections.accuracy_rows(summary),
         ("validation bits per byte", validation),
@@ -215,6 +221,7 @@ def _headline(summary: dict[str, Any]) -> str:
         ("parameters", number(summary["parameters"], "{:,}")),
         ("corpus", number(summary["corpus"], "{}")),
     ]
+    beside = f" (byte unigrams: {unigram})" if unigram != "-" else ""
     diverged = summary["first_non_finite_step"]
     warning = (
         [f"The loss was first not finite at step {diverged:,}.", ""]
@@ -225,7 +232,7 @@ def _headline(summary: dict[str, Any]) -> str:
         [
             f"# {name}",
             "",
-            f"**{headline}** (byte unigrams: {unigram}) after {steps}, {state}.",
+            f"**{headline}**{beside} after {steps}, {state}.",
             "",
             *warning,
             *table(("result", "value"), [row for row in rows if row[1] != "-"]),

@@ -7,7 +7,10 @@ latents and is expanded into keys and values where it is read. Two forms:
     gather   all latents are gathered; a rank reads the pieces that it needs.
     ring     pieces are passed from rank to rank; two are held at a time.
 
-Both read the same pieces in the same order. The backward pass fetches the latents again
+A device that walks through a row piece by piece reads the past in the same way: there
+the earlier pieces are `held`, and no mesh axis is needed (`carried_attention`).
+
+All read the same pieces in the same order. The backward pass fetches the latents again
 and expands each piece again, from the saved log-sum-exp; what a rank adds to the
 gradient of a piece returns to its owner (a reduce-scatter, or with the piece around
 the ring). Axis letters as in `attention_blocks.py`.
@@ -47,7 +50,7 @@ class _Settings(NamedTuple):
     """Static; hashable as `jax.custom_vjp` demands."""
 
     expand: Expand
-    axis: str
+    axis: str | None  # None: earlier pieces are held
     scale: float
     block: int
     padding: int
@@ -141,6 +144,44 @@ def context_attention_with_max_logits(
     return o, lax.pmax(max_H, axis)
 
 
+def carried_attention(
+    q_BTHK: Array,
+    latents: Any,
+    past: Any,
+    index: Array,
+    expand: Expand,
+    parameters: Any = (),
+    *,
+    start_BT: Array,
+    scale: float,
+    block_size: int = 512,
+) -> tuple[Array, Array]:
+    """`attention` of one piece of a row to itself and to the pieces before it.
+
+    All but `index` and `start_BT` is differentiable, in reverse mode only. Time grows
+    with the pieces that any row here looks at.
+
+    Args:
+      q_BTHK, latents, expand, parameters, scale, block_size: of this piece, as in
+        `context_attention`.
+      past: latents of N pieces, [N, B, T, ...] each; those from `index` on are not
+        read.
+      index: int32, number of this piece, 0 <= index < N.
+      start_BT: int32, the first token of each token's document, counted from the first
+        of this piece: negative if that lies before it. Padding starts at itself.
+
+    Returns:
+      [B, T, H, V] in float32 or wider, of no meaning at padding, and the largest scaled
+      score of each row, [B, T, H], without a gradient.
+    """
+    k, v = jax.eval_shape(expand, parameters, latents)
+    check_inputs(q_BTHK, k, v, None, block_size)
+    C, padding = block_and_padding(q_BTHK.shape[1], block_size)
+    settings = _Settings(expand, None, float(scale), C, padding, False)
+    held = past, jnp.asarray(index, jnp.int32)
+    return _attend(q_BTHK, latents, parameters, start_BT, held, settings)
+
+
 def _attend_masked(
     q_BTHK, latents, expand, parameters, axis, form, scale, segment_ids_BT, block_size
 ):
@@ -161,7 +202,7 @@ def _attend_masked(
     C, padding = block_and_padding(T, block_size)
     settings = _Settings(expand, axis, float(scale), C, padding, ring)
     inputs = vary_like((q_BTHK, latents, parameters, start_BT))
-    o_BTHV, max_BTH = _attend(*inputs, settings)
+    o_BTHV, max_BTH = _attend(*inputs, None, settings)
     if segment_ids_BT is None:
         return o_BTHV, max_BTH
     real_BT1 = (segment_ids_BT > 0)[:, :, None]
@@ -169,13 +210,13 @@ def _attend_masked(
     return o_BTHV, jnp.where(real_BT1, max_BTH, -jnp.inf)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q_BTHK, latents, parameters, start_BT, settings):
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(q_BTHK, latents, parameters, start_BT, held, settings):
     """Output [B, T, H, V]; row maxima [B, T, H], without a gradient."""
-    return _attend_fwd(q_BTHK, latents, parameters, start_BT, settings)[0]
+    return _attend_fwd(q_BTHK, latents, parameters, start_BT, held, settings)[0]
 
 
-def _attend_fwd(q_BTHK, latents, parameters, start_BT, settings):
+def _attend_fwd(q_BTHK, latents, parameters, start_BT, held, settings):
     H, T = q_BTHK.shape[2], q_BTHK.shape[1]
     scale = settings.scale
     k, v = _expand(settings, parameters, latents)
@@ -187,16 +228,16 @@ def _attend_fwd(q_BTHK, latents, parameters, start_BT, settings):
         shown, spans = _before_all(blocks, starts, behind * T, T, settings)
         return forward_blocks(shown, k, v, spans, scale, pieces), nothing
 
-    pieces, _ = _visit_earlier(visit, pieces, (), latents, start_BT, settings)
+    pieces, _ = _visit_earlier(visit, pieces, (), latents, start_BT, held, settings)
     o_BRGV, lse_BRG, max_BRG = (join(x) for x in jax.vmap(finish)(pieces))
     o_BTHV = heads(o_BRGV, H)[:, :T]
     max_BTH = heads(max_BRG[..., None], H)[:, :T, :, 0]
-    saved = q_BTHK, latents, parameters, start_BT, o_BTHV, lse_BRG
+    saved = q_BTHK, latents, parameters, start_BT, held, o_BTHV, lse_BRG
     return (o_BTHV, max_BTH), saved
 
 
 def _attend_bwd(settings, saved, cotangents):
-    q_BTHK, latents, parameters, start_BT, o_BTHV, lse_BRG = saved
+    q_BTHK, latents, parameters, start_BT, held, o_BTHV, lse_BRG = saved
     H, T = q_BTHK.shape[2], q_BTHK.shape[1]
     # Without the barrier XLA would keep what the forward pass fetched.
     latents = lax.optimization_barrier(latents)
@@ -220,26 +261,35 @@ def _attend_bwd(settings, saved, cotangents):
     first_N, index_N = _spans(starts, settings)
     grads, dlatents = piece_grads(blocks, (first_N, index_N + 1), latents)
     (dq_N, dparameters), dlatents = _visit_earlier(
-        visit, grads, dlatents, latents, start_BT, settings
+        visit, grads, dlatents, latents, start_BT, held, settings
     )
     dq_BTHK = heads(join(dq_N), H)[:, :T]
+    dheld = None
+    if held is not None:
+        past, index = held
+        dpast, dlatents = dlatents, _take(dlatents, index)
+        dpast = _put(dpast, jax.tree.map(jnp.zeros_like, dlatents), index)
+        dheld = _as(dpast, past), None
     grads = dq_BTHK, dlatents, dparameters
-    like = q_BTHK, latents, parameters
-    return *jax.tree.map(lambda g, x: g.astype(x.dtype), grads, like), None
+    return *_as(grads, (q_BTHK, latents, parameters)), None, dheld
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _visit_earlier(visit, carry, companion, latents, start_BT, settings):
+def _visit_earlier(visit, carry, companion, latents, start_BT, held, settings):
     """Visits the pieces of earlier ranks that any row here looks at, nearest first.
 
     visit(carry, companion, latents, behind) -> (carry, companion) gets the piece of the
     rank `behind` ranks earlier. The companion belongs to the piece, not to this rank:
-    all visitors of a piece add to it, and its owner gets the sum.
+    all visitors of a piece add to it, and its owner gets the sum. Where the pieces are
+    held, so are their companions: the visitor gets all of them, its own included.
     """
     T = start_BT.shape[1]
     count = (T - 1 - jnp.min(start_BT)) // T
+    if held is not None:
+        past, index = held
+        return _pieces(visit, carry, companion, past, index, count)
     if lax.axis_size(settings.axis) == 1:
         return carry, companion
     form = _ring if settings.ring else _gathered
@@ -247,9 +297,17 @@ def _visit_earlier(visit, carry, companion, latents, start_BT, settings):
 
 
 def _gathered(visit, carry, companion, latents, count, axis):
-    R, rank = lax.axis_size(axis), lax.axis_index(axis)
     all_latents = lax.all_gather(latents, axis)
-    zeros = jax.tree.map(lambda x: jnp.zeros((R, *x.shape), x.dtype), companion)
+    carry, companions = _pieces(
+        visit, carry, companion, all_latents, lax.axis_index(axis), count
+    )
+    return carry, jax.tree.map(lambda x: lax.psum_scatter(x, axis), companions)
+
+
+def _pieces(visit, carry, companion, all_latents, rank, count):
+    """Visits `count` of the pieces before `rank`; returns the companions of all."""
+    N = len(jax.tree.leaves(all_latents)[0])
+    zeros = jax.tree.map(lambda x: jnp.zeros((N, *x.shape), x.dtype), companion)
     companions = _put(vary_like(zeros, companion), companion, rank)
 
     def step(behind, state):
@@ -259,8 +317,7 @@ def _gathered(visit, carry, companion, latents, count, axis):
         carry, companion = visit(carry, *own, behind)
         return carry, _put(companions, companion, r)
 
-    carry, companions = lax.fori_loop(1, count + 1, step, (carry, companions))
-    return carry, jax.tree.map(lambda x: lax.psum_scatter(x, axis), companions)
+    return lax.fori_loop(1, count + 1, step, (carry, companions))
 
 
 def _ring(visit, carry, companion, latents, count, axis):
@@ -329,6 +386,10 @@ def _before_all(blocks, start_BT, distance, T, settings):
     blocks = Rows(blocks.q_BRGK, start_NBr, jnp.full_like(blocks.last_1R, T - 1))
     first_N, _ = _spans(start_BT + distance, settings)
     return blocks, (first_N, jnp.full_like(first_N, first_N.shape[0]))
+
+
+def _as(tree, like):
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
 
 
 def _widen(x):

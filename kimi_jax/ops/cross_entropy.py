@@ -1,10 +1,12 @@
-"""Cross-entropy over token chunks: the [B, T, W] logits are never whole in memory.
+"""Cross-entropy and log-probabilities over token chunks: the [B, T, W] logits are
+never whole in memory.
 
 Logits of one chunk are made, reduced and dropped. Under differentiation the same
 scan also takes that chunk's gradient, so logits are made once in all, rather than
 again in the backward pass; what is kept until then is one gradient of h and one of
-w. A chunk takes every n-th token of every row, so rows and time that are split over
-devices stay evenly split inside every chunk.
+w. Log-probabilities, whose gradient depends on what is made of them, make the logits
+again in the backward pass. A chunk takes every n-th token of every row, so rows and
+time that are split over devices stay evenly split inside every chunk.
 """
 
 from functools import partial
@@ -47,13 +49,32 @@ def chunked_cross_entropy(
       ValueError: shapes do not match, targets are not integers, or chunk_size < 1.
     """
     _check(h_BTD, w_DW, targets_BT, weights_BT, chunk_size)
-    B, T, _ = h_BTD.shape
-    n = min(-(-B * T // chunk_size), T)
+    n = _chunks(h_BTD, chunk_size)
     weights_BT = weights_BT.astype(_wide(h_BTD))
-    loss_sum, losses_BT = _loss(
-        h_BTD, w_DW, targets_BT, weights_BT, max(n, 1), float(z_loss)
-    )
+    loss_sum, losses_BT = _loss(h_BTD, w_DW, targets_BT, weights_BT, n, float(z_loss))
     return loss_sum, lax.stop_gradient(losses_BT)
+
+
+def chunked_logprobs(
+    h_BTD: Array, w_DW: Array, targets_BT: Array, *, chunk_size: int
+) -> tuple[Array, Array]:
+    """log softmax(h w)[target] of each token, and the entropy of each softmax; nats.
+
+    Both are differentiable by h and w, in reverse mode only; dtypes as in
+    `chunked_cross_entropy`.
+
+    Args:
+      h_BTD, w_DW, chunk_size: as in `chunked_cross_entropy`.
+      targets_BT: int [B, T] in [0, W); a target outside gives NaN.
+
+    Returns:
+      logprob_BT, entropy_BT in float32 or wider.
+
+    Raises:
+      ValueError: as `chunked_cross_entropy`.
+    """
+    _check(h_BTD, w_DW, targets_BT, targets_BT, chunk_size)
+    return _logprobs(h_BTD, w_DW, targets_BT, _chunks(h_BTD, chunk_size))
 
 
 def chunked_predictions(h_BTD: Array, w_DW: Array, *, chunk_size: int) -> Array:
@@ -62,14 +83,12 @@ def chunked_predictions(h_BTD: Array, w_DW: Array, *, chunk_size: int) -> Array:
     Args:
       h_BTD, w_DW, chunk_size: as in `chunked_cross_entropy`.
     """
-    B, T, _ = h_BTD.shape
     w_DW = w_DW.astype(h_BTD.dtype)
 
     def chunk(_, tokens):
         return None, jnp.argmax(_logits(tokens[0], w_DW), axis=-1).astype(jnp.int32)
 
-    n = max(min(-(-B * T // chunk_size), T), 1)
-    return _over_chunks(chunk, None, (h_BTD,), n)[1]
+    return _over_chunks(chunk, None, (h_BTD,), _chunks(h_BTD, chunk_size))[1]
 
 
 def cross_entropy_reference(
@@ -114,9 +133,7 @@ def _loss_fwd(h_BTD, w_DW, targets_BT, weights_BT, n, z_loss):
         dlogits_BTW = (1 + 2 * z_loss * lse[..., None]) * p_BTW - _one_hot(
             targets, p_BTW
         )
-        dlogits_BTW = (weights[..., None] * dlogits_BTW).astype(h.dtype)
-        dh_BTD = _matmul("btw,dw->btd", dlogits_BTW, w).astype(h.dtype)
-        dw = _matmul("btd,btw->dw", h, dlogits_BTW)
+        dh_BTD, dw = _pull(h, w, weights[..., None] * dlogits_BTW)
         return dw if dw_DW is None else dw_DW + dw, (losses, penalised, dh_BTD)
 
     dw_DW = jnp.zeros(w_DW.shape, weights_BT.dtype) if n > 1 else None
@@ -135,6 +152,64 @@ def _loss_bwd(n, z_loss, saved, cotangents):
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _logprobs(h_BTD, w_DW, targets_BT, n):
+    w_DW = w_DW.astype(h_BTD.dtype)
+
+    def chunk(_, tokens):
+        h, targets = tokens
+        logits_BTW = _logits(h, w_DW)
+        losses_BT, _, lse_BT = _losses(logits_BTW, targets, 1, 0.0)
+        return None, (-losses_BT, _entropy(logits_BTW - lse_BT[..., None]))
+
+    return _over_chunks(chunk, None, (h_BTD, targets_BT), n)[1]
+
+
+def _logprobs_fwd(h_BTD, w_DW, targets_BT, n):
+    saved = h_BTD, w_DW, targets_BT
+    return _logprobs(*saved, n), saved
+
+
+def _logprobs_bwd(n, saved, cotangents):
+    h_BTD, w_DW, targets_BT = saved
+    w = w_DW.astype(h_BTD.dtype)
+
+    def chunk(dw_DW, tokens):
+        h, targets, *cotangents = tokens
+        dlogprob, dentropy = (x[..., None] for x in cotangents)
+        log_p_BTW = jax.nn.log_softmax(_logits(h, w), axis=-1)
+        p_BTW = jnp.exp(log_p_BTW)
+        dlogits_BTW = dlogprob * (_one_hot(targets, p_BTW) - p_BTW)
+        entropy = _entropy(log_p_BTW)[..., None]
+        dlogits_BTW -= dentropy * p_BTW * (log_p_BTW + entropy)
+        dh, dw = _pull(h, w, dlogits_BTW)
+        return dw if dw_DW is None else dw_DW + dw, dh
+
+    dw_DW = jnp.zeros(w_DW.shape, _wide(h_BTD)) if n > 1 else None
+    tokens = h_BTD, targets_BT, *cotangents
+    dw_DW, dh_BTD = _over_chunks(chunk, dw_DW, tokens, n)
+    return dh_BTD, dw_DW.astype(w_DW.dtype), None
+
+
+_logprobs.defvjp(_logprobs_fwd, _logprobs_bwd)
+
+
+def _entropy(log_p_BTW):
+    return -jnp.sum(jnp.exp(log_p_BTW) * log_p_BTW, axis=-1)
+
+
+def _pull(h_BTD, w_DW, dlogits_BTW):
+    """Gradients of h, in its dtype, and of w, wide, from those of h w."""
+    dlogits_BTW = dlogits_BTW.astype(h_BTD.dtype)
+    dh_BTD = _matmul("btw,dw->btd", dlogits_BTW, w_DW).astype(h_BTD.dtype)
+    return dh_BTD, _matmul("btd,btw->dw", h_BTD, dlogits_BTW)
+
+
+def _chunks(h_BTD, chunk_size):
+    B, T, _ = h_BTD.shape
+    return max(min(-(-B * T // chunk_size), T), 1)
 
 
 def _logits(h_BTD, w_DW):

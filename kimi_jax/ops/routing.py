@@ -145,6 +145,76 @@ def route_threshold(
     return Routing(experts_NA, weights_NA, None, mask_N, refused_N)
 
 
+def replay(
+    routing: Routing,
+    scores_NE: jax.Array,
+    experts_NA: jax.Array,
+    *,
+    scale: float,
+    renormalize: bool = True,
+) -> Routing:
+    """`routing` with the choice made elsewhere, weighed by the scores of here.
+
+    What balancing observes of the router's own wishes stays: the cutoff is that of the
+    free choice, so the bias that an expert would have needed is well defined; the loads
+    are those of the experts that work.
+
+    Args:
+      routing: the free choice, for tokens that have nothing to replay.
+      scores_NE: scores from `router_scores`; gradients reach those of the replayed
+        experts.
+      experts_NA: int, experts of each slot; E = none. A token with none at all is not
+        replayed.
+      scale, renormalize: as in `route_top_k`.
+
+    Raises:
+      ValueError: the shapes differ.
+    """
+    if experts_NA.shape != routing.experts_NA.shape:
+        raise ValueError(
+            f"the experts to replay have shape {experts_NA.shape}, the router chooses "
+            f"{routing.experts_NA.shape}; record them with the same model"
+        )
+    E = scores_NE.shape[1]
+    experts_NA = experts_NA.astype(jnp.int32)
+    given_N1 = replayed(routing, experts_NA, E)[:, None]
+    experts_NA = jnp.where(given_N1, experts_NA, routing.experts_NA)
+    index_NA = jnp.clip(experts_NA, 0, E - 1)
+    experts_NA, weights_NA = _weigh(
+        scores_NE, index_NA, index_NA == experts_NA, scale, renormalize
+    )
+    refused_N = routing.refused_N
+    if refused_N is not None:
+        refused_N = jnp.where(given_N1[:, 0], 0, refused_N)
+    return routing._replace(
+        experts_NA=experts_NA, weights_NA=weights_NA, refused_N=refused_N
+    )
+
+
+def replayed(routing: Routing, experts_NA: jax.Array, num_experts: int) -> jax.Array:
+    """Which tokens `replay` gives the experts of elsewhere, bool [N]."""
+    given_N = jnp.any(experts_NA < num_experts, axis=1)
+    return given_N if routing.mask_N is None else given_N & routing.mask_N
+
+
+def agreement(
+    routing: Routing, experts_NA: jax.Array, num_experts: int
+) -> dict[str, jax.Array]:
+    """How much of a choice made elsewhere the free choice `routing` shares.
+
+    Returns:
+      int32 scalars over the tokens that `replay` would replay: replayed_slots, and
+      agreed_slots of them, whose expert is among the token's own, in whatever order.
+    """
+    used_NA = experts_NA < num_experts
+    used_NA &= replayed(routing, experts_NA, num_experts)[:, None]
+    same_NAA = experts_NA[:, :, None] == routing.experts_NA[:, None, :]
+    return {
+        "replayed_slots": jnp.sum(used_NA, dtype=jnp.int32),
+        "agreed_slots": jnp.sum(used_NA & jnp.any(same_NAA, -1), dtype=jnp.int32),
+    }
+
+
 def dropped(routing: Routing, num_experts: int) -> dict[str, jax.Array]:
     """What a routing left undone, as int32 scalars; padding is not counted.
 

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import itertools
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kimi_jax.errors import UserError
@@ -86,20 +86,48 @@ def parse(
         each = (":".join([member, *items]) for member in GROUPS[name])
         return [spec for member in each for spec in parse(member, known)]
     if name not in known:
-        hint = _nearest(name, [*known, *GROUPS])
+        hint = nearest(name, [*known, *GROUPS])
         raise UserError(f"task {name!r} does not exist; {hint}")
+    return spread(text, name, items, known[name])
+
+
+def spread(
+    text: str,
+    name: str,
+    items: Sequence[str],
+    dials: Mapping[str, type],
+    what: str = "task",
+) -> list[Spec]:
+    """The specs of a name and its items "dial=value", one for each choice of values.
+
+    Args:
+      text: all of it, for errors, which call it a `what`.
+      dials: those that are allowed, with their types.
+
+    Raises:
+      UserError: an unknown dial, with the nearest one, or a value of a wrong kind.
+    """
     values: dict[str, list[Any]] = {}
     for item in items:
         dial, equals, listed = item.partition("=")
-        if not equals or dial not in known[name]:
-            hint = _nearest(dial, [*known[name]])
-            raise UserError(f"task {text!r}: {dial!r} is no dial of {name}; {hint}")
-        kind = known[name][dial]
-        values[dial] = [_value(text, dial, x, kind) for x in listed.split("/")]
+        if not equals or dial not in dials:
+            hint = nearest(dial, [*dials])
+            raise UserError(f"{what} {text!r}: {dial!r} is no dial of {name}; {hint}")
+        kind = dials[dial]
+        where = f"{what} {text!r}: {dial}"
+        values[dial] = [_value(where, dial, x, kind) for x in listed.split("/")]
     return [
         Spec(name, dict(zip(values, chosen, strict=True)))
         for chosen in itertools.product(*values.values())
     ]
+
+
+def refuse_twice(found: Sequence[Spec], what: str = "task") -> None:
+    """Raises UserError if a spec is named twice."""
+    names = [str(spec) for spec in found]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{what} {twice!r} is named twice; name it once")
 
 
 def parse_list(
@@ -107,9 +135,7 @@ def parse_list(
 ) -> list[Spec]:
     """The specs of a list with commas, in order, each once; see `parse`."""
     found = [spec for item in text.split(",") for spec in parse(item, known)]
-    if len({str(spec) for spec in found}) < len(found):
-        twice = next(s for s in found if [str(x) for x in found].count(str(s)) > 1)
-        raise UserError(f"task {str(twice)!r} is named twice; name it once")
+    refuse_twice(found)
     return found
 
 
@@ -169,7 +195,7 @@ def _dials(kind: type) -> dict[str, type]:
     return {name: of for name, of in _fields(kind).items() if name != "text"}
 
 
-def _value(text: str, dial: str, value: str, kind: type) -> Any:
+def _value(where: str, dial: str, value: str, kind: type) -> Any:
     if kind is str:
         return value
     scale = _SUFFIXES.get(value[-1:].upper(), 1)
@@ -181,12 +207,12 @@ def _value(text: str, dial: str, value: str, kind: type) -> Any:
     if number is None or (kind is int and number != int(number)):
         wanted = "a whole number" if kind is int else "a number"
         raise UserError(
-            f"task {text!r}: {dial}={value!r} is not {wanted}; lists have slashes, as "
-            f"in {dial}=1/2"
+            f"{where}={value!r} is not {wanted}; lists have slashes, as in {dial}=1/2"
         )
     return kind(number)
 
 
-def _nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, known: list[str]) -> str:
+    """A hint: the name of `known` that `name` may mean, or all of them."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"

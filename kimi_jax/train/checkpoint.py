@@ -88,8 +88,11 @@ class Checkpointer:
         found = files.steps(self._workdir)
         return found[-1] if found else None
 
-    def save(self, state: State) -> None:
+    def save(self, state: State, extra: bytes = b"") -> None:
         """Start writing `state`; returns once it is copied off the device.
+
+        Args:
+          extra: what the run keeps besides; durable with the state or not at all.
 
         Raises:
           CheckpointError: this write or an earlier one failed, for example on a full
@@ -106,6 +109,7 @@ class Checkpointer:
         self._handler.about = self._about | {
             "parameters": canonical.fingerprint(params)
         }
+        self._handler.extra = extra
         tree = traverse_util.unflatten_dict(flat, sep="/")
         args = ocp.args.Composite(**{files.STATE: ocp.args.PyTreeSave(tree)})
         try:
@@ -161,6 +165,10 @@ class Checkpointer:
         for line in _version_notes(about["versions"]):
             note(line)
         return State(**_restore(folder, self._model, template._asdict()))
+
+    def restore_extra(self) -> bytes:
+        """The `extra` of the newest save; raises CheckpointError if it has none."""
+        return files.read_extra(files.find(self._workdir))
 
     def __enter__(self) -> Self:
         return self

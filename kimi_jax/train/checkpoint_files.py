@@ -2,6 +2,7 @@
 
     WORKDIR/checkpoints/200/state/   arrays under canonical names, written by orbax
                             .../about.json   config, versions, fingerprint, data
+                            .../extra.bin    what else the run keeps, if anything
                             .../files.json   size and CRC-32 of every file
 
 orbax renames a step's folder to its number when everything is in it, so the largest
@@ -34,6 +35,7 @@ FOLDER = "checkpoints"
 STATE = "state"
 ABOUT = "about.json"
 FILES = "files.json"
+EXTRA = "extra.bin"
 _PACKAGES = ("kimi_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 _READ_BYTES = 1 << 22
 _READ_SECONDS = 3600
@@ -93,6 +95,23 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
         raise damaged(folder, f"{STATE}/{ABOUT}: {error}") from error
 
 
+def read_extra(folder: pathlib.Path) -> bytes:
+    """What was saved beside the arrays, byte for byte.
+
+    Raises:
+      CheckpointError: there is nothing, or it is damaged.
+    """
+    state = folder / STATE
+    try:
+        size, checksum = json.loads((state / FILES).read_bytes())[EXTRA]
+        extra = (state / EXTRA).read_bytes()
+    except (OSError, ValueError, KeyError) as error:
+        raise damaged(folder, f"{STATE}/{EXTRA} cannot be read: {error}") from error
+    if (len(extra), zlib.crc32(extra)) != (size, checksum):
+        raise damaged(folder, f"{STATE}/{EXTRA} has other contents than at the save")
+    return extra
+
+
 class StateHandler(ocp.PyTreeCheckpointHandler):
     """Writes the arrays, then what is known about them, then the sums of the files.
 
@@ -104,6 +123,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
     def __init__(self) -> None:
         super().__init__(use_compression=False)
         self.about: Mapping[str, Any] = {}  # of the save that comes next
+        self.extra = b""  # likewise
         self.bytes_written = 0
         self.finished = 0.0  # on the monotonic clock
 
@@ -111,6 +131,8 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         super().finalize(directory)
         folder = pathlib.Path(directory)
         replace_file(folder / ABOUT, json.dumps(self.about, indent=2) + "\n")
+        if self.extra:
+            replace_file(folder / EXTRA, self.extra)
         sums = {
             str(file.relative_to(folder)): list(_size_and_sum(file))
             for file in sorted(folder.rglob("*"))

@@ -34,7 +34,7 @@ def show(
             ("parameters", parameter_rows(cfg.model)),
             ("data", [(k.replace("_", " "), v) for k, v in data.summary.items()]),
             *_parts(data),
-            ("run", _run_rows(cfg, mesh, folder, first)),
+            ("run", run_rows(cfg, mesh, folder, first)),
         ],
     )
     for line in statistics.warnings(data.statistics, cfg.train.seq_len):
@@ -108,9 +108,10 @@ def expert_rows(cfg: config.Config, mesh: jax.sharding.Mesh) -> list[tuple[str, 
     ]
 
 
-def _run_rows(
+def run_rows(
     cfg: config.Config, mesh: jax.sharding.Mesh, folder: pathlib.Path, first: int
 ) -> list[tuple[str, str]]:
+    """Model, mesh, kernels and why, work, where it starts, and where results go."""
     train, device = cfg.train, mesh.devices.flat[0]
     kernel, why = choose_implementation(cfg.model.kda.implementation, device.platform)
     tokens = train.steps * train.batch_size * train.seq_len

@@ -24,47 +24,37 @@ import optax
 from rich.console import Console
 
 from kimi_jax import accounting, distributed, sharding
-from kimi_jax.config import Config, Monitor
+from kimi_jax.config import Config
 from kimi_jax.data import loader
 from kimi_jax.errors import UserError
 from kimi_jax.infer.generator import Generator
 from kimi_jax.infer.requests import Ask, Request
 from kimi_jax.infer.sampling import Sampling
-from kimi_jax.interop.load import check_fits, differences, read_variables
-from kimi_jax.interop.sources import Source, open_source
 from kimi_jax.monitor.console import Progress
-from kimi_jax.monitor.metrics import (
-    MetricsWriter,
-    Mirror,
-    SilentWriter,
-    Writer,
-    replace_file,
-)
-from kimi_jax.monitor.prometheus import Exporter
+from kimi_jax.monitor.metrics import Writer, replace_file
 from kimi_jax.monitor.report import build_report
 from kimi_jax.monitor.tokenizing import tokenizing_lines
-from kimi_jax.train import checkpoint_files, first_screen, workdir
-from kimi_jax.train.alarm import Alarm, Alarmed, stop_message
+from kimi_jax.train import first_screen, workdir
+from kimi_jax.train.alarm import Alarm
 from kimi_jax.train.batch import Share, share_of_rows
 from kimi_jax.train.checkpoint import Checkpointer
 from kimi_jax.train.evaluate import Evaluator
 from kimi_jax.train.interrupt import Interrupt
-from kimi_jax.train.nonfinite import GuardedStep
+from kimi_jax.train.nonfinite import GuardedStep, text_feed
 from kimi_jax.train.profile import Profiler
-from kimi_jax.train.program import compile_fast, lower_train_step, state_shape
-from kimi_jax.train.step import State, init_state, make_transform, start_state
+from kimi_jax.train.program import lower_train_step
+from kimi_jax.train.session import (
+    READ_SECONDS,
+    end_early,
+    first_state,
+    open_metrics,
+    report_durable,
+    start_source,
+)
+from kimi_jax.train.step import State, make_transform
 from kimi_jax.train.step_log import StepLog
 
 _TOKENIZE_SECONDS = 7 * 24 * 3600  # a corpus takes as long as it takes
-_READ_SECONDS = 600
-
-
-class Interrupted(UserError):
-    """The run was asked to stop and has saved; `exit_code` is the shell's."""
-
-    def __init__(self, message: str, exit_code: int):
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 class _Run(NamedTuple):
@@ -90,6 +80,11 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
         not finite, an alert says stop, or the run was interrupted. Finished
         checkpoints stay intact.
     """
+    if cfg.rl is not None:
+        raise UserError(
+            "config.rl is there: python -m experiments.rl runs this config; for "
+            "supervised training use --config.rl=none"
+        )
     folder = pathlib.Path(path)
     monitor = cfg.monitor
     if not distributed.is_leader():
@@ -100,16 +95,16 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
         "dealing out rows",
         lambda: share_of_rows(sharding.batch_sharding(mesh), cfg.train.batch_size),
     )
-    start = _start_source(cfg, folder)
+    start = start_source(cfg, folder)
     data, resumable = _prepare(cfg, folder, console)
     unigram = float(data.summary["unigram_bits_per_byte"])
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(Progress(console, unigram))
         checkpoints = stack.enter_context(Checkpointer(folder, cfg, data.identity))
         transform = make_transform(cfg)
-        state = _first_state(cfg, mesh, transform, checkpoints, progress, start)
+        state = first_state(cfg, mesh, transform, checkpoints, progress, start)
         first = int(state.step)
-        metrics = _open_metrics(stack, folder, first if resumable else None, monitor)
+        metrics = open_metrics(stack, folder, first if resumable else None, monitor)
         profiler = stack.enter_context(Profiler(monitor, folder, progress.note))
         first_screen.show(console, cfg, mesh, data, folder, first)
         metrics.write("run", first, **_identity(cfg, data, first, command))
@@ -130,7 +125,7 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
         _write_sample(run, state)
         metrics.write("run", cfg.train.steps, event="end")
     report = distributed.on_leader(
-        "report", lambda: str(build_report(folder)), timeout=_READ_SECONDS
+        "report", lambda: str(build_report(folder)), timeout=READ_SECONDS
     )
     console.print(f"report: {report}", soft_wrap=True)
 
@@ -172,21 +167,6 @@ def _prepare(
     return distributed.on_all("reading the text", load), leaders["resumable"]
 
 
-def _open_metrics(
-    stack: contextlib.ExitStack,
-    folder: pathlib.Path,
-    resume_step: int | None,
-    monitor: Monitor,
-) -> Writer:
-    """The leader's writer and those who see what it writes; silence for the others."""
-    if not distributed.is_leader():
-        return SilentWriter()
-    mirrors: list[Mirror] = []
-    if monitor.prometheus_port is not None:
-        mirrors.append(stack.enter_context(Exporter(monitor.prometheus_port)))
-    return stack.enter_context(MetricsWriter(folder, resume_step, mirrors))
-
-
 def _load_data(cfg: Config, folder: pathlib.Path, console: Console) -> loader.Data:
     """Batches from token stores; text is tokenised into the workdir first, once."""
     try:
@@ -213,57 +193,6 @@ def _identity(
     }
 
 
-def _first_state(
-    cfg: Config,
-    mesh: jax.sharding.Mesh,
-    transform: optax.GradientTransformation,
-    checkpoints: Checkpointer,
-    progress: Progress,
-    start: Source | None,
-) -> State:
-    """The newest checkpoint's state on the mesh, or a fresh one.
-
-    Fresh parameters are random, or those of `start`; the rest begins at zero.
-    """
-    shapes = state_shape(cfg, mesh, transform)
-    step = distributed.on_leader(
-        "resume step", checkpoints.latest_step, timeout=_READ_SECONDS
-    )
-    if step is not None:
-        progress.note(f"restoring the checkpoint of step {step} ...")
-        return checkpoints.restore(shapes, progress.note, step=step)
-    where = jax.tree.map(lambda x: x.sharding, shapes)
-    if start is not None:
-        progress.note(f"reading parameters from {start.where} ...")
-        for line in differences(start, cfg.model):
-            progress.note(f"unlike those parameters were made for: {line}")
-        template = {"params": shapes.params, "balance": shapes.balance}
-        read = read_variables(start, cfg.model, template)
-        make = functools.partial(start_state, transform)
-        return jax.jit(make, donate_argnums=(0, 1), out_shardings=where)(
-            read["params"], read["balance"]
-        )
-    progress.note("initialising parameters ...")
-    init = jax.jit(
-        lambda: init_state(cfg, transform),
-        out_shardings=where,
-        compiler_options=compile_fast(mesh),
-    )
-    return init()
-
-
-def _start_source(cfg: Config, folder: pathlib.Path) -> Source | None:
-    """What `train.init_from` names, checked before the long work begins.
-
-    A run that has saved goes on from there, and asks no more for where it began.
-    """
-    if not cfg.train.init_from or checkpoint_files.steps(folder):
-        return None
-    source = open_source(cfg.train.init_from)
-    check_fits(source, cfg.model)
-    return source
-
-
 def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:
     """Train to the last step; logs, evaluates and saves on the way."""
     cfg, first, last = run.cfg.train, int(state.step), run.cfg.train.steps
@@ -278,7 +207,7 @@ def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:
         state, metrics = take_step(step, state, host)
         stop = interrupt.agreed()
         log.add(metrics, host)
-        _report_durable(run)
+        _report_saves(run)
         alerts = []
         due = {every: step % every == 0 or step == last for every in _intervals(cfg)}
         if due[cfg.log_every] or stop:
@@ -294,31 +223,22 @@ def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:
                 # First the records: a durable step never lacks those that lead to it.
                 run.metrics.flush()
                 run.checkpoints.save(state)
-        if stop:
-            run.checkpoints.wait()
-            _report_durable(run)
-            raise Interrupted(
-                f"stopped by {stop.name} after step {step}, which is saved; the same "
-                "command resumes it",
-                128 + stop,  # the shell's convention
-            )
-        if alerts:
-            run.checkpoints.wait()
-            _report_durable(run)
-            raise Alarmed(stop_message(alerts, run.folder))
+        end_early(
+            step,
+            stop,
+            alerts,
+            run.folder,
+            run.checkpoints,
+            run.metrics,
+            run.progress,
+        )
     run.checkpoints.wait()
-    _report_durable(run)
+    _report_saves(run)
     return state
 
 
-def _report_durable(run: _Run) -> None:
-    for saved in run.checkpoints.take_durable():
-        record = {k: v for k, v in saved._asdict().items() if k != "step"}
-        run.metrics.write("checkpoint", saved.step, **record)
-        run.progress.note(
-            f"step {saved.step} is durable: {saved.bytes / 1e6:,.1f} MB in "
-            f"{saved.seconds:.1f} s, of which {saved.blocking_seconds:.2f} s blocking"
-        )
+def _report_saves(run: _Run) -> None:
+    report_durable(run.checkpoints, run.metrics, run.progress)
 
 
 def _intervals(cfg: Any) -> set[int]:
@@ -333,7 +253,13 @@ def _compile(run: _Run, state: State) -> tuple[GuardedStep, Evaluator]:
     compiled = lowered.compile()
     traced = run.profiler.around(compiled, int(state.step))
     take_step = GuardedStep(
-        traced, run.cfg, run.mesh, run.folder, run.metrics, run.progress, run.share
+        traced,
+        run.cfg,
+        run.mesh,
+        run.folder,
+        run.metrics,
+        run.progress,
+        text_feed(run.mesh, run.share),
     )
     evaluate = Evaluator(run.cfg, run.data, run.mesh, state)
     run.progress.note(f"compiled in {time.monotonic() - started:.1f} s")

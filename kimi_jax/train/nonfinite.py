@@ -24,7 +24,6 @@ import numpy as np
 
 from kimi_jax import distributed, sharding
 from kimi_jax.config import Config
-from kimi_jax.data import loader
 from kimi_jax.errors import UserError
 from kimi_jax.monitor import metrics
 from kimi_jax.monitor.console import Progress
@@ -50,7 +49,21 @@ class _Taken(NamedTuple):
 
     step: int
     metrics: Any
-    host: loader.Batch
+    host: Any
+
+
+class Feed(NamedTuple):
+    """How a step is given what the host has read."""
+
+    place: Callable[[Any], Any]  # onto the mesh
+    by_name: Callable[[Any], dict[str, jax.Array]]  # the arrays that were placed
+    as_text: Callable[[Any], Batch]  # what was placed, for the search of the cause
+
+
+def text_feed(mesh: jax.sharding.Mesh, share: Share) -> Feed:
+    """Of supervised training: batches of the loader."""
+    rows = sharding.batch_sharding(mesh)
+    return Feed(lambda host: on_mesh(host, rows, share), by_name, lambda batch: batch)
 
 
 class GuardedStep:
@@ -64,11 +77,10 @@ class GuardedStep:
         folder: pathlib.Path,
         writer: metrics.Writer,
         progress: Progress,
-        share: Share,
+        feed: Feed,
     ):
         self._compiled, self._cfg, self._folder = compiled, cfg, folder
-        self._rows, self._share = sharding.batch_sharding(mesh), share
-        self._go = go(mesh)
+        self._feed, self._go = feed, go(mesh)
         self._writer, self._progress = writer, progress
         self._last: _Taken | None = None
         # A resumed run goes on counting the steps that were skipped.
@@ -85,9 +97,9 @@ class GuardedStep:
         )
 
     def __call__(
-        self, step: int, state: State, host: loader.Batch
+        self, step: int, state: State, host: Any
     ) -> tuple[State, dict[str, Any]]:
-        batch = on_mesh(host, self._rows, self._share)
+        batch = self._feed.place(host)
         go = self._go if self._last is None else self._last.metrics["finite"]
         state, metrics = self._compiled(state, batch, go)
         if self.settle(state):
@@ -106,9 +118,10 @@ class GuardedStep:
         if last is None or bool(last.metrics["finite"]):
             return False
         self._skipped.add(last.step)
-        batch = on_mesh(last.host, self._rows, self._share)
+        batch = self._feed.place(last.host)
         file = self._save(last.step, batch)
-        cause = explain(self._cfg, state, batch, last.metrics["groups"])
+        text = self._feed.as_text(batch)
+        cause = explain(self._cfg, state, text, last.metrics["groups"])
         loss, norm = (float(last.metrics[name]) for name in ("loss", "gradient_norm"))
         message = (
             f"step {last.step} is not finite (loss {loss}, gradient norm {norm}) and "
@@ -135,11 +148,11 @@ class GuardedStep:
                 f"max_skips={train.max_skips}: it is not the batch; {_CALM}"
             )
 
-    def _save(self, step: int, batch: Batch) -> pathlib.Path:
+    def _save(self, step: int, batch: Any) -> pathlib.Path:
         folder = self._folder / FOLDER
         path = folder / f"step_{step:08d}.npz"
         arrays: dict[str, Any] = {
-            name: distributed.whole(x) for name, x in by_name(batch).items()
+            name: distributed.whole(x) for name, x in self._feed.by_name(batch).items()
         }
         if distributed.is_leader():
             folder.mkdir(exist_ok=True)

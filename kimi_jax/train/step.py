@@ -7,7 +7,7 @@ and nowhere else, once a step, from what all micro-batches observed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,8 @@ from kimi_jax.ops.cross_entropy import chunked_cross_entropy
 from kimi_jax.train import optimizer, qk_clip
 from kimi_jax.train.batch import Batch
 from kimi_jax.train.groups import rms_by_group
+
+_BALANCE_LOSS = "/balance_loss"
 
 
 class State(NamedTuple):
@@ -67,13 +69,45 @@ def count(batch: Batch) -> Totals:
     )
 
 
-def make_loss(cfg: config.Config) -> Callable[..., tuple[jax.Array, Any]]:
-    """(params, balance, batch, totals) -> (loss share, (nats, stats)) of a micro-batch.
+class Report(NamedTuple):
+    """Scalars that a loss reports of a micro-batch."""
 
-    The shares of the micro-batches add up to the training loss. `nats` is the summed
-    cross-entropy alone; `stats` maps names to what the layers sowed.
+    sums: dict[str, jax.Array]  # add up over micro-batches
+    maxima: dict[str, jax.Array]
+
+
+class Objective(NamedTuple):
+    """What steps minimise, on batches of any kind: rows of arrays [B, ...].
+
+    Attributes:
+      loss: (params, balance, batch, totals) -> (share, (report, stats)). The shares of
+        the micro-batches add up to the loss; `stats` maps names to what the layers
+        sowed.
+      count: batch -> totals, counts over the whole batch by which shares are
+        normalised; `tokens`, positions that are not padding, is one of them.
+      metrics: (report, stats, totals) -> metrics of the step, the loss among them.
+      update_balance: let router biases follow the loads.
     """
-    balance_cfg = cfg.model.moe.balancing
+
+    loss: Callable[..., tuple[jax.Array, Any]]
+    count: Callable[[Any], Any]
+    metrics: Callable[[Report, Mapping[str, jax.Array], Any], dict[str, Any]]
+    update_balance: bool = True
+
+
+def cross_entropy(cfg: config.Config) -> Objective:
+    """Of pre-training. Metrics: loss, nats a predicted token, and predicted tokens."""
+
+    def metrics(report: Report, _: Any, totals: Totals) -> dict[str, Any]:
+        loss = report.sums["nats"] / totals.predicted
+        return {"loss": loss, "predicted": totals.predicted}
+
+    return Objective(make_loss(cfg), count, metrics)
+
+
+def make_loss(cfg: config.Config) -> Callable[..., tuple[jax.Array, Any]]:
+    """The `loss` of `cross_entropy`; the summed cross-entropy alone is "nats"."""
+    aux_weight = cfg.model.moe.balancing.aux_weight
 
     def loss(params: Any, balance: Any, batch: Batch, totals: Totals) -> Any:
         out = forward(
@@ -87,14 +121,16 @@ def make_loss(cfg: config.Config) -> Callable[..., tuple[jax.Array, Any]]:
         stats = traverse_util.flatten_dict(out.stats, sep="/")
         loss_sum, losses_BT = token_losses(cfg, out, batch)
         share = loss_sum / totals.predicted
-        if balance_cfg.method == "aux_loss":
-            losses = [x for name, x in stats.items() if name.endswith("/balance_loss")]
-            balance_loss = sum(map(jnp.sum, losses)) / totals.tokens
-            share += balance_cfg.aux_weight * balance_loss
+        share += aux_weight * balance_loss(stats) / totals.tokens
         nats = jnp.sum(losses_BT * batch.weights_BT)
-        return share, (nats, jax.lax.stop_gradient(stats))
+        return share, (Report({"nats": nats}, {}), jax.lax.stop_gradient(stats))
 
     return loss
+
+
+def balance_loss(stats: Mapping[str, jax.Array]) -> jax.Array | float:
+    """What balancing by an auxiliary loss observed, summed over layers and tokens."""
+    return sum(jnp.sum(x) for name, x in stats.items() if name.endswith(_BALANCE_LOSS))
 
 
 def forward(
@@ -103,7 +139,7 @@ def forward(
     batch: Batch,
     *,
     remat: str = "none",
-    **options: bool,
+    **options: Any,
 ) -> transformer.Forward:
     """`transformer.apply` to the texts of a batch and to what they show."""
     features_BMD = None
@@ -135,36 +171,32 @@ def token_losses(
 
 
 def make_train_step(
-    cfg: config.Config, transform: optax.GradientTransformation
-) -> Callable[[State, Batch], tuple[State, dict[str, Any]]]:
+    cfg: config.Config,
+    transform: optax.GradientTransformation,
+    objective: Objective | None = None,
+) -> Callable[..., tuple[State, dict[str, Any]]]:
     """(state, batch, go) -> (state, metrics).
 
     A step counts as finite if its loss, gradients and updates are; one that is not
     changes no parameter, moment or bias (see `_without_update`). Without `go` the whole
     state stays as it is, step number included.
 
-    Metrics: loss (nats a predicted token), gradient_norm, predicted (tokens), finite,
-    groups (scalars by name: RMS of the gradients and of the updates, and what QK-clip
-    saw; gradients before the clipping, updates with rate and decay), and stats (what
+    Metrics: those of the objective, gradient_norm, finite, groups (scalars by name:
+    RMS of the gradients and of the updates, and what QK-clip saw; gradients before the
+    clipping, updates with rate and decay), and stats (what
     `kimi_jax.modules.statistics` lists, and bias_update, by name, still stacked by
     scan).
+
+    Args:
+      objective: None: `cross_entropy`.
     """
-    grad = jax.grad(make_loss(cfg), has_aux=True)
+    objective = cross_entropy(cfg) if objective is None else objective
 
     def train_step(
-        state: State, batch: Batch, go: jax.Array | bool = True
+        state: State, batch: Any, go: jax.Array | bool = True
     ) -> tuple[State, dict[str, Any]]:
-        totals = count(batch)
-
-        def of_micro_batch(batch: Batch) -> tuple[Any, Any]:
-            """(what adds up over micro-batches, what is listed)."""
-            grads, (nats, stats) = grad(state.params, state.balance, batch, totals)
-            summed, listed = statistics.partition(stats)
-            return (grads, nats, summed), listed
-
-        micro = split(batch, cfg.train.micro_batches)
-        (grads, nats, summed), listed = _sum_scan(of_micro_batch, micro)
-        stats = statistics.combine(summed, listed, totals.tokens)
+        totals = objective.count(batch)
+        grads, report, stats = _gradients(cfg, objective, state, batch, totals)
         updates, opt_state = transform.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         update_rms = rms_by_group(updates, "update_rms")
@@ -174,19 +206,16 @@ def make_train_step(
             tau = cfg.optimizer.qk_clip
             params = qk_clip.clip(cfg.model, params, max_logits, tau)
             groups |= qk_clip.summary(max_logits, tau)
-        new = State(
-            state.step + 1,
-            params,
-            _update_balance(cfg.model.moe, state.balance, stats),
-            opt_state,
-        )
+        balance = state.balance
+        if objective.update_balance:
+            balance = _update_balance(cfg.model.moe, balance, stats)
+        new = State(state.step + 1, params, balance, opt_state)
         norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(norm + nats + sum(update_rms.values()))
+        said = sum(report.sums.values()) + sum(update_rms.values())
+        finite = jnp.isfinite(norm + said)
         old = _without_update(cfg.train.on_nonfinite, state, new)
-        metrics = {
-            "loss": nats / totals.predicted,
+        metrics = objective.metrics(report, stats, totals) | {
             "gradient_norm": norm,
-            "predicted": totals.predicted,
             "finite": finite,
             "groups": groups,
             "stats": _monitored(stats) | _bias_updates(state.balance, new.balance),
@@ -194,6 +223,25 @@ def make_train_step(
         return _choose(go, _choose(finite, new, old), state), metrics
 
     return train_step
+
+
+def _gradients(
+    cfg: config.Config, objective: Objective, state: State, batch: Any, totals: Any
+) -> tuple[Any, Report, dict[str, jax.Array]]:
+    """Gradients, report and statistics of a batch, over its micro-batches."""
+    grad = jax.grad(objective.loss, has_aux=True)
+
+    def of_micro_batch(batch: Any) -> tuple[Any, Any]:
+        """(what adds up over micro-batches, what is listed)."""
+        grads, (report, stats) = grad(state.params, state.balance, batch, totals)
+        summed, listed = statistics.partition(stats)
+        return (grads, report.sums, summed), (report.maxima, listed)
+
+    micro = split(batch, cfg.train.micro_batches)
+    (grads, sums, summed), (maxima, listed) = _sum_scan(of_micro_batch, micro)
+    maxima = jax.tree.map(lambda x: jnp.max(x, axis=0), maxima)
+    stats = statistics.combine(summed, listed, totals.tokens)
+    return grads, Report(sums, maxima), stats
 
 
 def _without_update(policy: str, state: State, new: State) -> State:
@@ -215,16 +263,23 @@ def _without_update(policy: str, state: State, new: State) -> State:
 
 def restart_clock(state: State) -> State:
     """The state at the start of another schedule: its step is 0, its moments stay."""
+    return move_clock(state, 0)
 
-    def zero(x: jax.Array) -> jax.Array:
-        return jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
+
+def move_clock(state: State, step: int) -> State:
+    """The state as if `step` steps were done; parameters and moments stay."""
+
+    def set_to(x: jax.Array) -> jax.Array:
+        return jax.device_put(np.full(x.shape, step, x.dtype), x.sharding)
 
     optimizer = jax.tree.map(
-        lambda node: node._replace(count=zero(node.count)) if _is_clock(node) else node,
+        lambda node: (
+            node._replace(count=set_to(node.count)) if _is_clock(node) else node
+        ),
         state.optimizer,
         is_leaf=_is_clock,
     )
-    return state._replace(step=zero(state.step), optimizer=optimizer)
+    return state._replace(step=set_to(state.step), optimizer=optimizer)
 
 
 def _is_clock(node: Any) -> bool:
@@ -236,7 +291,7 @@ def _choose(condition: jax.Array | bool, a: State, b: State) -> State:
     return jax.tree.map(lambda x, y: x if x is y else jnp.where(condition, x, y), a, b)
 
 
-def split(batch: Batch, micro_batches: int) -> Batch:
+def split[Rows](batch: Rows, micro_batches: int) -> Rows:
     """[B, ...] -> [micro-batches, rows, ...], every one with rows of every device."""
 
     def split_rows(x: jax.Array) -> jax.Array:

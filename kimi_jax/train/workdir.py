@@ -36,6 +36,9 @@ _FREE = (
     "train.on_nonfinite",
     "train.max_skips",
     "alerts.",
+    "rl.rollout_mesh",
+    "rl.eval_tasks",
+    "rl.keep_trajectories",
 )
 
 

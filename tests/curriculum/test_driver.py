@@ -14,7 +14,7 @@ from kimi_jax.curriculum import criteria, driver
 from kimi_jax.curriculum.stages import make_stages
 from kimi_jax.errors import UserError
 from kimi_jax.monitor.metrics import MetricsWriter, read_metrics
-from kimi_jax.train import loop
+from kimi_jax.train import loop, session
 from tests import tiny
 from tests.train.test_loop import SMALL, interrupt_after, stored
 
@@ -110,7 +110,7 @@ def test_a_curriculum_cut_in_a_stage_resumes_to_the_same_bits(
             interrupt_after(patch, 1)
 
         patch.setattr(driver, "hand_over", and_cut)
-        with pytest.raises(loop.Interrupted, match="SIGINT after step 1"):
+        with pytest.raises(session.Interrupted, match="SIGINT after step 1"):
             run(stages, parts)
     # The same stage 1, and a stage 2 that nothing interrupts.
     shutil.copytree(parts, whole, symlinks=True)

@@ -117,7 +117,9 @@ def test_sources_that_cannot_be_are_named(sources: str, match: str) -> None:
 
 
 def test_tasks_have_no_strata() -> None:
-    with pytest.raises(config_io.ConfigError, match="generated tasks have no strata"):
+    with pytest.raises(
+        config_io.ConfigError, match="generated tasks and episodes have no strata"
+    ):
         make("data.strata=16")
 
 

@@ -1,6 +1,7 @@
 """Loading: native equals published, meshes, and runs that start from a release."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import ml_dtypes
@@ -9,10 +10,11 @@ import pytest
 from rich.console import Console
 
 from kimi_jax import config, sharding
-from kimi_jax.interop import mxfp4, to_native
+from kimi_jax.interop import load, mxfp4, to_native
 from kimi_jax.interop.entries import InteropError
 from kimi_jax.interop.load import load_model
-from kimi_jax.train import checkpoint, loop
+from kimi_jax.train import checkpoint, loop, session
+from kimi_jax.train.step import init_state
 from tests import tiny
 from tests.interop import goldens
 
@@ -69,15 +71,15 @@ def test_a_run_starts_from_a_release(tmp_path):
         cfg, model=model, train=dataclasses.replace(cfg.train, init_from=str(folder))
     )
     transform = loop.make_transform(cfg)
-    source = loop._start_source(cfg, tmp_path)
+    source = session.start_source(cfg, tmp_path)
     with checkpoint.Checkpointer(tmp_path, cfg, {}) as checkpoints:
         notes = _Notes()
         mesh = sharding.make_mesh(cfg)
-        state = loop._first_state(cfg, mesh, transform, checkpoints, notes, source)
+        state = session.first_state(cfg, mesh, transform, checkpoints, notes, source)
     assert int(state.step) == 0
     same(state.params, variables["params"])
     same(state.balance, variables["balance"])
-    fresh = jax.eval_shape(lambda: loop.init_state(cfg, transform))
+    fresh = jax.eval_shape(lambda: init_state(cfg, transform))
     assert jax.tree.structure(state) == jax.tree.structure(fresh)
     moments = [x for x in jax.tree.leaves(state.optimizer) if x.ndim > 2]
     assert moments and not any(np.any(x) for x in moments)
@@ -90,6 +92,26 @@ def test_a_run_of_another_model_is_refused_before_it_begins(tmp_path):
     with pytest.raises(InteropError, match="does not fit this model"):
         loop.train(cfg, str(tmp_path / "run"), console=Console(quiet=True))
     assert not (tmp_path / "run").exists()
+
+
+def test_scalars_are_read_into_their_stack():
+    """As the weights of additive residuals are, one a layer."""
+
+    class Scalars:
+        def __init__(self):
+            self.arrays = {name: np.zeros(()) for name in "ab"}
+
+        def rows(self, name):
+            return 1
+
+        def read(self, name, start, stop):
+            return np.float32({"a": 1.5, "b": 2.5}[name])
+
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.ShapeDtypeStruct((2,), np.float32, sharding=place)
+    with ThreadPoolExecutor(2) as pool:
+        read = load._read_array(Scalars(), [("a", (0,)), ("b", (1,))], like, pool)
+    assert read.tolist() == [1.5, 2.5]
 
 
 class _Notes:

@@ -17,10 +17,15 @@ ON = config.Alerts(
     loss_spike=1.0,
     throughput_drop=0.5,
     data_wait=0.4,
+    policy_kl=0.3,
+    mismatch=0.05,
+    effective_samples=0.2,
+    zero_variance=0.9,
+    environment_errors=0.1,
     window=6,
     stop=(),
 )
-OFF = config.Alerts(None, None, None, None, None, None, window=6, stop=())
+OFF = config.Alerts(*[None] * 11, window=6, stop=())
 
 
 def train(step, **changes):
@@ -60,6 +65,11 @@ BAD = {
     "loss_spike": {"loss_max": 4.1},
     "throughput_drop": {"tokens_per_second": 490.0},
     "data_wait": {"data_wait_share": 0.41},
+    "policy_kl": {"rl": {"policy_kl": 0.31}},
+    "mismatch": {"rl": {"mismatch": 0.06}},
+    "effective_samples": {"rl": {"effective_samples": 0.19}},
+    "zero_variance": {"rl": {"zero_variance": 0.95}},
+    "environment_errors": {"rl": {"environment_errors": 0.2}},
 }
 
 

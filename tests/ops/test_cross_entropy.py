@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from kimi_jax.ops.cross_entropy import (
     chunked_cross_entropy,
+    chunked_logprobs,
     chunked_predictions,
     cross_entropy_reference,
 )
@@ -123,6 +124,75 @@ def test_predictions_are_the_likeliest_tokens(chunk_size):
     assert got.dtype == jnp.int32
 
 
+def logprobs_reference(h, w, targets):
+    log_p = jax.nn.log_softmax(h @ w, axis=-1)
+    picked = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+    return picked, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+
+
+@cache
+def logprob_runner(op, **options):
+    """(logprobs, entropies), gradients of a random sum of them wrt h and w; jitted."""
+
+    @jax.jit
+    def run(h, w, targets, weights):
+        def f(h, w):
+            found = op(h, w, targets, **options)
+            return jnp.sum(weights * found[0] - weights**2 * found[1]), found
+
+        grads, found = jax.grad(f, (0, 1), has_aux=True)(h, w)
+        return found, grads
+
+    return run
+
+
+@pytest.mark.parametrize("chunk_size", [8, 26])
+def test_logprobs_and_entropies_match_whole_logits(chunk_size):
+    with jax.enable_x64(True):
+        args = draw()
+        got = logprob_runner(chunked_logprobs, chunk_size=chunk_size)(*args)
+        want = logprob_runner(logprobs_reference)(*args)
+        chex.assert_trees_all_close(got, want, atol=1e-14, rtol=1e-12)
+        args[2][1, 5] = args[1].shape[1]  # outside: not silent
+        logprobs, _ = chunked_logprobs(*args[:3], chunk_size=chunk_size)
+        assert np.isnan(logprobs[1, 5]) and np.isnan(logprobs).sum() == 1
+
+
+def test_logprobs_of_a_split_vocabulary_stay_in_pieces():
+    """Tokens over two axes and the vocabulary over a third; logits of one chunk."""
+    axes = ("data", "context", "tensor")
+    mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
+    tokens = P("data", "context")
+    specs = P("data", "context", None), P(None, "tensor"), tokens, tokens
+    args = draw(T=64, W=20, dtype=np.float32)
+    sharded = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(args, specs, strict=True)
+    ]
+    run = logprob_runner(chunked_logprobs, chunk_size=32).lower(*sharded).compile()
+    text = run.as_text()
+    assert "all-gather" not in text and "all-to-all" not in text
+    # A chunk of a device: 8 of its 32 tokens by half of the vocabulary.
+    assert "f32[1,8,10]" in text and "f32[1,32,10]" not in text
+    want = logprob_runner(logprobs_reference)(*args)
+    chex.assert_trees_all_close(run(*sharded), want, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_logprobs_add_up_in_float32():
+    h, w, targets, weights = draw(T=128, D=32, W=64)
+    h, w = jnp.asarray(h, jnp.bfloat16), jnp.asarray(w, jnp.float32)
+    run = logprob_runner(chunked_logprobs, chunk_size=8)
+    found, (dh, dw) = run(h, w, targets, weights.astype(np.float32))
+    assert {x.dtype for x in (*found, dw)} == {jnp.dtype("float32")}
+    assert dh.dtype == jnp.bfloat16
+    with jax.enable_x64(True):
+        wide = h.astype(jnp.float64), w.astype(jnp.bfloat16).astype(jnp.float64)
+        _, grads = logprob_runner(logprobs_reference)(*wide, targets, weights)
+    for grad, wanted, roundings in zip((dh, dw), grads, (2, 1), strict=True):
+        error = np.asarray(grad, np.float64) - wanted
+        assert np.linalg.norm(error) < roundings * 2.0**-9 * np.linalg.norm(wanted)
+
+
 def test_memory_is_that_of_one_chunk():
     B, T, D, W, chunk_size = 4, 2048, 8, 4096, 256
     shapes = [((B, T, D), np.float32), ((D, W), np.float32), ((B, T), np.int32)]
@@ -134,6 +204,7 @@ def test_memory_is_that_of_one_chunk():
     whole = 4 * B * T * W
     assert temp(runner(cross_entropy_reference)) >= whole
     assert temp(runner(chunked_cross_entropy, chunk_size=chunk_size)) < whole / 8
+    assert temp(logprob_runner(chunked_logprobs, chunk_size=chunk_size)) < whole / 8
 
 
 def test_sharded_tokens_are_never_gathered():

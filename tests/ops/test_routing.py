@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from kimi_jax.ops.routing import (
+    agreement,
     dropped,
+    replay,
     route_threshold,
     route_top_k,
     router_scores,
@@ -190,3 +192,58 @@ def test_dropped_slots_and_bare_tokens_by_loops():
     assert got["unrouted_tokens"] == wanted.count(0) > 0
     got = dropped(top_k(SCORES, BIAS, active=2, scale=1.0, mask_N=MASK), E)
     assert got["dropped_slots"] == got["unrouted_tokens"] == 0
+
+
+@pytest.mark.parametrize("route", [top_k, threshold])
+def test_replayed_experts_get_the_weights_and_gradients_of_here(route):
+    """Some tokens replay, some choose freely, some are padding; by loops, float64."""
+    slots = {"active": 3} if route is top_k else {"cap": 3}
+    state = BIAS if route is top_k else np.linspace(0.5, 0.95, E)
+    rng = np.random.default_rng(3)
+    given = rng.random((N, E)).argsort(1)[:, :3].astype(np.int32)
+    given[1, 2] = E  # fewer experts than slots
+    given[rng.random(N) < 0.4] = E
+    given[MASK.argmin()], given[MASK.argmax()] = 0, 1  # some of either kind
+    shown = rng.normal(size=(N, E))
+
+    def by_hand(scores_NE, free_NA):
+        total = 0
+        for n in range(N):
+            own = given[n] if MASK[n] and (given[n] < E).any() else free_NA[n]
+            used = [e for e in own if e < E]
+            for e in used:
+                weight = 2.5 * scores_NE[n, e] / sum(scores_NE[n, e] for e in used)
+                total += shown[n, e] * weight
+        return total
+
+    def ours(scores_NE):
+        free = route(scores_NE, state, **slots, scale=2.5, mask_N=MASK)
+        done = replay(free, scores_NE, given, scale=2.5)
+        shown_NA = jnp.take_along_axis(shown, done.experts_NA % E, axis=1)
+        return jnp.sum(shown_NA * done.weights_NA), (free, done)
+
+    with jax.enable_x64(True):
+        grads, (free, done) = jax.jit(jax.grad(ours, has_aux=True))(SCORES)
+        free_NA, done_NA = np.asarray(free.experts_NA), np.asarray(done.experts_NA)
+        for n in range(N):
+            step = np.zeros((N, E))
+            step[n] = 1e-6
+            for e in range(0, E, 3):
+                one = step * np.eye(E)[e]
+                up, down = (
+                    by_hand(SCORES + one, free_NA),
+                    by_hand(SCORES - one, free_NA),
+                )
+                np.testing.assert_allclose(grads[n, e], (up - down) / 2e-6, atol=1e-8)
+        np.testing.assert_allclose(ours(SCORES)[0], by_hand(SCORES, free_NA))
+    given_N = MASK & (given < E).any(1)
+    assert 0 < given_N.sum() < MASK.sum()
+    np.testing.assert_array_equal(done_NA[given_N], given[given_N])
+    np.testing.assert_array_equal(done_NA[~given_N], free_NA[~given_N])
+    assert done.cutoff_N is free.cutoff_N or (done.cutoff_N == free.cutoff_N).all()
+    found = agreement(free, given, E)
+    pairs = [(n, e) for n in np.flatnonzero(given_N) for e in given[n] if e < E]
+    assert found["replayed_slots"] == len(pairs)
+    assert found["agreed_slots"] == sum(e in free_NA[n] for n, e in pairs)
+    with pytest.raises(ValueError, match="record them with the same model"):
+        replay(free, SCORES, given[:, :2], scale=1.0)

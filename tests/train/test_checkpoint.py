@@ -327,3 +327,20 @@ def test_the_second_signal_acts_at_once_whichever_it_is():
 def test_about_is_json_that_people_can_read(saved):
     text = (files.find(saved) / "state" / files.ABOUT).read_text()
     assert json.loads(text) and text.count("\n") > 20
+
+
+def test_what_is_saved_beside_the_state_is_durable_with_it(tmp_path):
+    cfg = make("train.checkpoint_keep=2")
+    with Checkpointer(tmp_path, cfg, DATA) as checkpoints:
+        checkpoints.save(state_of(cfg, 1))
+        with pytest.raises(CheckpointError, match=r"extra.bin cannot be read"):
+            checkpoints.wait()
+            checkpoints.restore_extra()
+        checkpoints.save(state_of(cfg, 2), b"\0two")
+        checkpoints.wait()
+        assert checkpoints.restore_extra() == b"\0two"
+    file = files.find(tmp_path) / files.STATE / files.EXTRA
+    file.write_bytes(b"\0twa")
+    assert files.find_damage(files.find(tmp_path)) is not None
+    with pytest.raises(CheckpointError, match="step 1 is intact"):
+        files.read_extra(files.find(tmp_path))

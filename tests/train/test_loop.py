@@ -13,7 +13,7 @@ from kimi_jax import flops
 from kimi_jax.data import loader
 from kimi_jax.errors import UserError
 from kimi_jax.monitor.metrics import read_metrics
-from kimi_jax.train import checkpoint_files, loop, workdir
+from kimi_jax.train import checkpoint_files, loop, session, workdir
 from kimi_jax.train.alarm import Alarmed
 from kimi_jax.train.checkpoint_files import CheckpointError
 from kimi_jax.train.nonfinite import NonFinite
@@ -77,7 +77,7 @@ def test_interrupted_run_resumes_to_the_same_bits(run, monkeypatch):
     whole = run("whole")
     with monkeypatch.context() as patch:
         interrupt_after(patch, 3)
-        with pytest.raises(loop.Interrupted, match="SIGINT after step 3") as caught:
+        with pytest.raises(session.Interrupted, match="SIGINT after step 3") as caught:
             run("parts")
     assert caught.value.exit_code == 130
     parts = run("parts")
@@ -147,7 +147,7 @@ def test_a_run_may_move_to_another_mesh(run, monkeypatch):
     whole = run("whole")
     with monkeypatch.context() as patch:
         interrupt_after(patch, 3)
-        with pytest.raises(loop.Interrupted):
+        with pytest.raises(session.Interrupted):
             run("moved")
     moved = run("moved", "mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2")
     want, got = stored(whole), stored(moved)
