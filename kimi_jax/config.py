@@ -302,7 +302,7 @@ class TaskSampling:
 
     target_low: float  # success rates between these two are drawn most
     target_high: float
-    floor: float  # share of the draws that goes evenly to all tasks, hard ones too
+    floor: float  # least weight of a task, hard or easy, where 1 is that of the band
     ema: float  # share of the old success rate that is kept at an update
     # Success of the next shorter tasks that unlocks longer ones; 0: all from the start.
     length_threshold: float

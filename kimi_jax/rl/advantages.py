@@ -16,30 +16,16 @@ A reward that is not finite enters no baseline; its member's advantage is nan, b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from kimi_jax.errors import UserError
+from kimi_jax.rl.trajectory import Trajectory
 
 KINDS = ("mean", "mean_std", "leave_one_out", "none")
 # Rewards this close, in the units of rewards, are one reward and rounding.
 _EQUAL = 1e-9
-
-
-class Turn(Protocol):
-    """What is needed of `kimi_jax.rl.trajectory.Turn`."""
-
-    start: int
-    stop: int
-    reward: float
-
-
-class Rewarded[T: Turn](Protocol):
-    """What is needed of `kimi_jax.rl.trajectory.Trajectory`."""
-
-    group: int
-    turns: list[T]
 
 
 class Assigned(NamedTuple):
@@ -59,7 +45,7 @@ class Assigned(NamedTuple):
 
 
 def assign(
-    trajectories: Sequence[Rewarded],
+    trajectories: Sequence[Trajectory],
     kind: str,
     *,
     turn_credit: float = 0.0,

@@ -11,21 +11,13 @@ What is not finite is dropped here, on the host, and counted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from kimi_jax.data.packing import best_fit_decreasing
-from kimi_jax.rl.advantages import Rewarded, Turn
-
-
-class Written[T: Turn](Rewarded[T], Protocol):
-    """What is needed of `kimi_jax.rl.trajectory.Trajectory`."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    routes: np.ndarray | None
+from kimi_jax.rl.trajectory import Trajectory
 
 
 class Experience(NamedTuple):
@@ -64,7 +56,7 @@ class Packed(NamedTuple):
 
 
 def make_experience(
-    trajectories: Sequence[Written],
+    trajectories: Sequence[Trajectory],
     advantages: Sequence[np.ndarray | float],
     seq_len: int,
     batch_size: int,
@@ -164,7 +156,7 @@ def experience_shape(
     return found._replace(**{name: array(np.float32) for name in scored})
 
 
-def _check(one: Written, replay: tuple[int, int, int] | None) -> None:
+def _check(one: Trajectory, replay: tuple[int, int, int] | None) -> None:
     """Raises ValueError unless the lists of a trajectory belong together."""
     written = sum(turn.stop - turn.start for turn in one.turns)
     if len(one.logprobs) != written:
@@ -198,7 +190,7 @@ def _check(one: Written, replay: tuple[int, int, int] | None) -> None:
         )
 
 
-def _unfit(one: Written, credit: np.ndarray | float, seq_len: int) -> str | None:
+def _unfit(one: Trajectory, credit: np.ndarray | float, seq_len: int) -> str | None:
     if not one.logprobs:
         return "empty"
     rewards = [turn.reward for turn in one.turns]
@@ -220,7 +212,7 @@ def _write(
     row: int,
     at: int,
     segment: int,
-    one: Written,
+    one: Trajectory,
     credit: np.ndarray | float,
 ) -> None:
     """Put a trajectory into a row, from position `at` on."""

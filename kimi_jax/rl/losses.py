@@ -18,38 +18,18 @@ batch, or over its trajectories of the mean over the policy tokens of each.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from kimi_jax.config import RL
 from kimi_jax.errors import UserError
 from kimi_jax.rl.experience import Experience
 from kimi_jax.train.step import Report
 
 # Log-ratios are cut here: a ratio of 5e8 is no better than one of inf, but finite.
 _MOST = 20.0
-
-
-class Settings(Protocol):
-    """The fields of `config.RL` that are read here; each is explained there."""
-
-    @property
-    def ratio(self) -> str: ...
-    @property
-    def clip_low(self) -> float: ...
-    @property
-    def clip_high(self) -> float: ...
-    @property
-    def correction_cap(self) -> float | None: ...
-    @property
-    def kl_weight(self) -> float: ...
-    @property
-    def entropy_weight(self) -> float: ...
-    @property
-    def distill_weight(self) -> float: ...
-    @property
-    def aggregate(self) -> str: ...
 
 
 class Totals(NamedTuple):
@@ -79,7 +59,7 @@ def policy_loss(
     logprob_BT: jax.Array,
     entropy_BT: jax.Array,
     experience: Experience,
-    settings: Settings,
+    rl: RL,
 ) -> tuple[jax.Array, Report]:
     """The loss, summed over what it is a mean of, and what `summary` makes means of.
 
@@ -90,26 +70,26 @@ def policy_loss(
     Raises:
       UserError: a term whose log-probabilities the experience lacks.
     """
-    check(experience, settings)
+    check(experience, rl)
     now = jax.lax.stop_gradient(logprob_BT)
     old_BT = experience.behaviour_BT if experience.old_BT is None else experience.old_BT
     advantages_BT = experience.advantages_BT
-    if settings.distill_weight:
+    if rl.distill_weight:
         learn_BT = experience.teacher_BT - now
-        advantages_BT = advantages_BT + settings.distill_weight * learn_BT
-    ratio_BT = jnp.exp(_log_ratio(logprob_BT, old_BT, experience, settings.ratio))
-    low, high = 1 - settings.clip_low, 1 + settings.clip_high
+        advantages_BT = advantages_BT + rl.distill_weight * learn_BT
+    ratio_BT = jnp.exp(_log_ratio(logprob_BT, old_BT, experience, rl.ratio))
+    low, high = 1 - rl.clip_low, 1 + rl.clip_high
     clipped_BT = jnp.clip(ratio_BT, low, high)
     loss_BT = -jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     correction_BT = jnp.ones_like(now)
-    if settings.correction_cap is not None:
+    if rl.correction_cap is not None:
         correction_BT = jnp.exp(_cut(old_BT - experience.behaviour_BT))
-        loss_BT *= jnp.minimum(correction_BT, settings.correction_cap)
-    if settings.kl_weight:
-        loss_BT += settings.kl_weight * _k3(experience.reference_BT - logprob_BT)
-    loss_BT -= settings.entropy_weight * entropy_BT
+        loss_BT *= jnp.minimum(correction_BT, rl.correction_cap)
+    if rl.kl_weight:
+        loss_BT += rl.kl_weight * _k3(experience.reference_BT - logprob_BT)
+    loss_BT -= rl.entropy_weight * entropy_BT
     weights_BT = experience.weights_BT
-    if settings.aggregate == "sequence":
+    if rl.aggregate == "sequence":
         own_BT = _of_document(weights_BT, experience.segment_ids_BT)
         weights_BT = weights_BT / jnp.where(own_BT > 0, own_BT, 1)
     # Where the weight is 0 nothing may reach the gradient, not even 0 times inf.
@@ -121,8 +101,8 @@ def policy_loss(
         "entropy": entropy_BT,
         **_drift(now, experience),
     }
-    if settings.correction_cap is not None:
-        watched["correction_capped"] = correction_BT > settings.correction_cap
+    if rl.correction_cap is not None:
+        watched["correction_capped"] = correction_BT > rl.correction_cap
     return loss_sum, _report(watched, ratio_BT, now, experience)
 
 
@@ -158,11 +138,11 @@ def routing_overlap(stats: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     return {"routing_overlap": agreed / jnp.maximum(replayed, 1)}
 
 
-def check(experience: Experience, settings: Settings) -> None:
+def check(experience: Experience, rl: RL) -> None:
     """Raises UserError if a term needs log-probabilities that are not there."""
     for field, weight, name in (
-        ("kl_weight", settings.kl_weight, "reference_BT"),
-        ("distill_weight", settings.distill_weight, "teacher_BT"),
+        ("kl_weight", rl.kl_weight, "reference_BT"),
+        ("distill_weight", rl.distill_weight, "teacher_BT"),
     ):
         if weight and getattr(experience, name) is None:
             raise UserError(

@@ -19,7 +19,7 @@ from kimi_jax.rl import health
 from kimi_jax.rl.advantages import assign
 from kimi_jax.rl.archive import Entry
 from kimi_jax.rl.buffer import Buffer, Gather
-from kimi_jax.rl.task_sampler import Cell, Settings, TaskSampler
+from kimi_jax.rl.task_sampler import Cell, TaskSampler
 from kimi_jax.rl.trajectory import Trajectory, from_json
 
 
@@ -47,8 +47,7 @@ class Memory:
     def __init__(self, rl: RL, cells: Sequence[Cell], seed: int):
         self._rl, self._seed = rl, seed
         self.iteration = 0
-        settings = Settings(**dataclasses.asdict(rl.sampler))
-        self._sampler = TaskSampler(cells, seed, settings)
+        self._sampler = TaskSampler(cells, seed, rl.sampler)
         self._gather = Gather(rl.group_size)
         # A group is younger than max_staleness iterations, each of which has so many.
         capacity = rl.groups * rl.max_staleness if rl.reuse else 0

@@ -7,7 +7,7 @@ rematerialisation, clipping, statistics and guard against what is not finite.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import optax
@@ -23,19 +23,8 @@ from kimi_jax.train.step import (
 )
 
 
-class Settings(losses.Settings, Protocol):
-    """The fields of `config.RL` that are read here; each is explained there."""
-
-    @property
-    def replay_routes(self) -> bool: ...
-    @property
-    def update_balance(self) -> bool: ...
-    @property
-    def segment(self) -> int | None: ...
-
-
 def make_rl_step(
-    cfg: config.Config, transform: optax.GradientTransformation, rl: Settings
+    cfg: config.Config, transform: optax.GradientTransformation, rl: config.RL
 ) -> Callable[..., tuple[State, dict[str, Any]]]:
     """(state, experience, go) -> (state, metrics), as `make_train_step`.
 
@@ -48,7 +37,7 @@ def make_rl_step(
     return make_train_step(cfg, transform, objective(cfg, rl))
 
 
-def objective(cfg: config.Config, rl: Settings) -> Objective:
+def objective(cfg: config.Config, rl: config.RL) -> Objective:
     """What the steps minimise: see `kimi_jax.rl.losses`."""
 
     def loss(

@@ -18,12 +18,12 @@ difficulty has reached a threshold once.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kimi_jax.config import TaskSampling
 from kimi_jax.environments.environment import Task, seed_of
 from kimi_jax.errors import UserError
 
@@ -38,46 +38,6 @@ class Cell(NamedTuple):
     @classmethod
     def of(cls, task: Task) -> Cell:
         return cls(task.environment, task.difficulty, task.length)
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How a `TaskSampler` weighs.
-
-    Attributes:
-      target_low, target_high: band of the success of cells that are drawn most.
-      floor: least weight of a cell that is unlocked, relative to one in the band.
-      ema: how much of the running success a new group leaves as it was.
-      length_threshold: success that unlocks the next length; 0: all are unlocked.
-
-    Raises:
-      UserError: a value out of its range.
-    """
-
-    target_low: float = 0.2
-    target_high: float = 0.8
-    floor: float = 0.1
-    ema: float = 0.9
-    length_threshold: float = 0.5
-
-    def __post_init__(self) -> None:
-        low, high = self.target_low, self.target_high
-        problems = []
-        if not 0 < low <= high < 1:
-            problems.append(
-                f"target_low={low}, target_high={high}: must rise, between 0 and 1"
-            )
-        if not 0 < self.floor <= 1:
-            problems.append(f"floor={self.floor}: must be in (0, 1]")
-        if not 0 <= self.ema < 1:
-            problems.append(f"ema={self.ema}: must be in [0, 1)")
-        if not 0 <= self.length_threshold <= 1:
-            problems.append(
-                f"length_threshold={self.length_threshold}: must be in [0, 1]; 0 "
-                "unlocks all lengths"
-            )
-        if problems:
-            raise UserError("\n".join(problems))
 
 
 class TaskSampler:
@@ -96,7 +56,7 @@ class TaskSampler:
       UserError: no cells, or one twice.
     """
 
-    def __init__(self, cells: Sequence[Cell], seed: int, settings: Settings):
+    def __init__(self, cells: Sequence[Cell], seed: int, settings: TaskSampling):
         self.cells = [Cell(*cell) for cell in cells]
         if not self.cells or len(set(self.cells)) < len(self.cells):
             twice = next((c for c in self.cells if self.cells.count(c) > 1), None)
