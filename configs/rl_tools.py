@@ -6,8 +6,9 @@ Command:  python -m experiments.train --config=configs/rl_tools.py:warm \
               --workdir=runs/tools_warm
           python -m experiments.rl --config=configs/rl_tools.py \
               --config.train.init_from=runs/tools_warm --workdir=runs/tools_rl
-Cost:     minutes of the first, under 40 of the second, on 2 CPU cores.
-Expect:   success on held-out tasks, at first under a third, that rises.
+Cost:     10 CPU-minutes of the first, 15 of the second; a model of 0.3 M parameters.
+Expect:   success on held-out tasks from 25 % to more than 85 % within 15 iterations (seen
+          with one seed, from two warm starts of 300 steps one after the other).
 
 `:warm` imitates an expert who makes mistakes in most episodes, so that the policy knows
 how tools are used and seldom gets to the end. Controls: the second command with
@@ -40,7 +41,7 @@ def get_config(arg=""):
         config.name = "rl_tools_warm"
         config.optimizer.update(learning_rate=1.5e-2, weight_decay=0.0)
         config.train.update(
-            steps=300, log_every=20, eval_every=100, checkpoint_every=300
+            steps=600, log_every=20, eval_every=100, checkpoint_every=600
         )
         return config
     config.optimizer.update(
@@ -55,7 +56,7 @@ def get_config(arg=""):
         # Half of the credit is for look-ups that were right, whatever became of them.
         environments=tuple(f"{task}:process=1" for task in TASKS),
         turn_credit=0.5,
-        iterations=150,
+        iterations=120,
         groups=16,
         group_size=8,
         steps_per_iteration=2,
@@ -65,5 +66,5 @@ def get_config(arg=""):
         slots=16,
         decode_steps=24,  # a turn, or an answer, in one call
     )
-    config.train.update(steps=300, batch_size=32, eval_every=30, checkpoint_every=30)
+    config.train.update(steps=240, batch_size=32, eval_every=20, checkpoint_every=20)
     return config
