@@ -7,7 +7,7 @@ Command:  python -m experiments.train --config=configs/rl_tools.py:warm \
           python -m experiments.rl --config=configs/rl_tools.py \
               --config.train.init_from=runs/tools_warm --workdir=runs/tools_rl
 Cost:     10 CPU-minutes of the first, 15 of the second; a model of 0.3 M parameters.
-Expect:   success on held-out tasks from 25 % to more than 85 % within 15 iterations (seen
+Expect:   success on held-out tasks from 25 % to about 90 % within 30 iterations (seen
           with one seed, from two warm starts of 300 steps one after the other).
 
 `:warm` imitates an expert who makes mistakes in most episodes, so that the policy knows
