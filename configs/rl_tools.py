@@ -1,4 +1,4 @@
-r"""A small model learns to use tools over many turns, from rewards alone.
+r"""A small model learns to use tools over many turns, from rewards.
 
 Question: does reinforcement learning take a policy that seldom solves a task of
           several look-ups to one that nearly always does?
@@ -12,8 +12,8 @@ Expect:   success on held-out tasks from 25 % to 94 % (seen with one seed in a r
 
 `:warm` imitates an expert who makes mistakes in most episodes, so that the policy knows
 how tools are used and seldom gets to the end. Controls: the second command with
---config.rl.rewards=shuffled learns nothing, and the first one with more steps stays
-where it was. docs/rl.md goes the whole way.
+--config.rl.rewards=shuffled, whose rewards say nothing, and the first one with more
+steps, whose experts get no better. docs/rl.md goes the whole way.
 """
 
 from configs import common
