@@ -32,5 +32,10 @@ def get_config(arg=""):
         config.train.steps = 600
         config.train.checkpoint_every = 600
         return config
-    config.rl.update(environments=TASKS, turn_tokens=20, max_turns=10, max_tokens=385)
+    config.rl.update(
+        environments=tuple(f"{task}:process=1" for task in TASKS),
+        turn_tokens=20,
+        max_turns=10,
+        max_tokens=385,
+    )
     return config

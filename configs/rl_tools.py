@@ -1,4 +1,4 @@
-r"""A small model learns to use tools over many turns, from rewards alone.
+r"""A small model learns to use tools over many turns, from rewards.
 
 Question: does reinforcement learning take a policy that seldom solves a task of
           several look-ups to one that nearly always does?
@@ -6,13 +6,14 @@ Command:  python -m experiments.train --config=configs/rl_tools.py:warm \
               --workdir=runs/tools_warm
           python -m experiments.rl --config=configs/rl_tools.py \
               --config.train.init_from=runs/tools_warm --workdir=runs/tools_rl
-Cost:     minutes of the first, under 40 of the second, on 2 CPU cores.
-Expect:   success on held-out tasks, at first under a third, that rises.
+Cost:     about 6 CPU-minutes of the first and 11 of the second; 0.3 M parameters.
+Expect:   success on held-out tasks from 25 % to 94 % (seen with one seed in a run of 40
+          iterations, from a warm start of twice 300 steps).
 
 `:warm` imitates an expert who makes mistakes in most episodes, so that the policy knows
 how tools are used and seldom gets to the end. Controls: the second command with
---config.rl.rewards=shuffled learns nothing, and the first one with more steps stays
-where it was. docs/rl.md goes the whole way.
+--config.rl.rewards=shuffled, whose rewards say nothing, and the first one with more
+steps, whose experts get no better. docs/rl.md goes the whole way.
 """
 
 from configs import common
@@ -40,12 +41,12 @@ def get_config(arg=""):
         config.name = "rl_tools_warm"
         config.optimizer.update(learning_rate=1.5e-2, weight_decay=0.0)
         config.train.update(
-            steps=300, log_every=20, eval_every=100, checkpoint_every=300
+            steps=600, log_every=20, eval_every=100, checkpoint_every=600
         )
         return config
     config.optimizer.update(
         kind="adamw",
-        learning_rate=1e-3,
+        learning_rate=1.5e-3,
         schedule="wsd",
         warmup_fraction=0.02,
         weight_decay=0.0,
@@ -55,7 +56,7 @@ def get_config(arg=""):
         # Half of the credit is for look-ups that were right, whatever became of them.
         environments=tuple(f"{task}:process=1" for task in TASKS),
         turn_credit=0.5,
-        iterations=150,
+        iterations=80,
         groups=16,
         group_size=8,
         steps_per_iteration=2,
@@ -65,5 +66,5 @@ def get_config(arg=""):
         slots=16,
         decode_steps=24,  # a turn, or an answer, in one call
     )
-    config.train.update(steps=300, batch_size=32, eval_every=30, checkpoint_every=30)
+    config.train.update(steps=160, batch_size=32, eval_every=20, checkpoint_every=20)
     return config
