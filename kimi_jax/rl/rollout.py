@@ -10,7 +10,6 @@ its slot. docs/rollouts.md tells the whole life.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -173,18 +172,6 @@ class Rollouts:
                 group.first, *_ = self._reset(group.task)
         for part in kept.members:
             self._resume(part)
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """`state` as files of a new folder, with sums."""
-        rollout_state.write(folder, self.state())
-
-    def load(self, folder: str | os.PathLike[str]) -> None:
-        """`restore` from the files of `save`.
-
-        Raises:
-          UserError: a file is missing or damaged, or see `restore`.
-        """
-        self.restore(rollout_state.read(folder))
 
     def _begin(self) -> bool:
         """Start groups and members while there is room; whether anything happened."""

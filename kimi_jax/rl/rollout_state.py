@@ -1,34 +1,17 @@
-"""Rollouts as plain values and arrays, and as the files of a folder.
-
-FOLDER/rollouts.json       all but the arrays, and size and CRC-32 of every file
-      /sequence_0000.npz   the arrays of one sequence
-"""
+"""Rollouts as plain values and arrays, which `kimi_jax.rl.storage` makes bytes of."""
 
 from __future__ import annotations
 
-import io
-import json
-import os
-import pathlib
-import zipfile
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-
-import ml_dtypes
-import numpy as np
 
 from kimi_jax.environments.environment import Task
 from kimi_jax.errors import UserError
 from kimi_jax.infer import snapshots
 from kimi_jax.infer.generator import Generator
 from kimi_jax.infer.slots import Live
-from kimi_jax.monitor.metrics import replace_file
 from kimi_jax.rl.members import Group, Member
 from kimi_jax.rl.trajectory import Trajectory, from_json
-
-INDEX = "rollouts.json"
-_TREES = ("states", "pages")  # of a saved sequence, arrays by name
 
 
 class Part(NamedTuple):
@@ -105,93 +88,6 @@ def unpack(generator: Generator, state: Mapping[str, Any], max_tokens: int) -> K
         [_part(values, live) for values in state["members"]],
         [from_json(values) for values in state["ended"]],
     )
-
-
-def write(folder: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
-    """`state` as files; `folder` is made.
-
-    Raises:
-      OSError: it holds rollouts already, or cannot be written.
-    """
-    where = pathlib.Path(folder)
-    where.mkdir(parents=True)
-    sequences, files = [], {}
-    for number, saved in enumerate(state["sequences"]):
-        name = f"sequence_{number:04d}.npz"
-        data, dtypes = _to_npz(saved)
-        replace_file(where / name, data)
-        files[name] = [len(data), zlib.crc32(data)]
-        left_out = (*_TREES, "routes")
-        plain = {key: value for key, value in saved.items() if key not in left_out}
-        sequences.append({**plain, "file": name, "dtypes": dtypes})
-    index = json.dumps({**state, "sequences": sequences, "files": files})
-    head = json.dumps({"bytes": len(index), "crc32": zlib.crc32(index.encode())})
-    replace_file(where / INDEX, f"{head}\n{index}\n")
-
-
-def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `write` was given.
-
-    Raises:
-      UserError: a file is missing or damaged.
-    """
-    where = pathlib.Path(folder)
-    try:
-        head, index = (where / INDEX).read_text().split("\n")[:2]
-        known = json.loads(head)
-        _check_sum(INDEX, index.encode(), (known["bytes"], known["crc32"]))
-        state = json.loads(index)
-        files = state.pop("files")
-        sequences = []
-        for saved in state["sequences"]:
-            name, dtypes = saved.pop("file"), saved.pop("dtypes")
-            data = (where / name).read_bytes()
-            _check_sum(name, data, files[name])
-            sequences.append({**saved, **_from_npz(data, dtypes)})
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        raise UserError(
-            f"the rollouts in {os.fspath(folder)} cannot be read ({error}); go on from "
-            "an older checkpoint"
-        ) from error
-    return {**state, "sequences": sequences}
-
-
-def _check_sum(name: str, data: bytes, known: Sequence[int]) -> None:
-    if (len(data), zlib.crc32(data)) != tuple(known):
-        raise ValueError(f"{name} is damaged")
-
-
-def _to_npz(saved: Mapping[str, Any]) -> tuple[bytes, dict[str, str]]:
-    """The arrays of a saved sequence, and the dtype of each."""
-    arrays = {
-        f"{tree}:{name}": array
-        for tree in _TREES
-        for name, array in saved[tree].items()
-    }
-    if saved["routes"] is not None:
-        arrays["routes"] = saved["routes"]
-    stream = io.BytesIO()
-    savez: Callable[..., None] = np.savez
-    # The format knows the dtypes of numpy alone, so all arrays go as bytes.
-    savez(stream, **{name: _as_bytes(array) for name, array in arrays.items()})
-    return stream.getvalue(), {name: x.dtype.name for name, x in arrays.items()}
-
-
-def _from_npz(data: bytes, dtypes: Mapping[str, str]) -> dict[str, Any]:
-    saved: dict[str, Any] = {"routes": None, **{tree: {} for tree in _TREES}}
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        for name, dtype in dtypes.items():
-            array = arrays[name].view(getattr(ml_dtypes, dtype, dtype))[..., 0]
-            tree, _, path = name.partition(":")
-            if tree == "routes":
-                saved["routes"] = array
-            else:
-                saved[tree][path] = array
-    return saved
-
-
-def _as_bytes(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array)[..., None].view(np.uint8)
 
 
 def _sizes(generator: Generator) -> dict[str, int]:
