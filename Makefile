@@ -3,7 +3,7 @@
 python := .venv/bin/python
 locked_jax := 0.11.2
 
-.PHONY: help setup quickstart test test-fast lint format types ci lock clean
+.PHONY: help setup quickstart test test-slow lint format types ci lock clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -15,11 +15,11 @@ setup: ## make .venv from requirements.lock; PYTHON=... picks the interpreter
 quickstart: setup ## train a small model on Shakespeare, about 3 minutes on 2 cores
 	$(python) -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-test: setup ## all tests
-	$(python) -m pytest -n 2 --dist worksteal -q
-
-test-fast: setup ## without the slow ones
+test: setup ## the tests, but for the slow ones
 	$(python) -m pytest -n 2 --dist worksteal -q -m "not slow"
+
+test-slow: setup ## the slow ones: learning, killing, whole models on meshes
+	$(python) -m pytest -n 2 --dist worksteal -q -m slow
 
 lint: setup ## ruff: mistakes and formatting
 	$(python) -m ruff check

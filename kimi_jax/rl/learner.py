@@ -22,6 +22,7 @@ import optax
 from kimi_jax import config, distributed, sharding
 from kimi_jax.config import Config
 from kimi_jax.errors import UserError
+from kimi_jax.infer.program import routes_shape
 from kimi_jax.interop.load import load_model, read_variables
 from kimi_jax.interop.sources import open_source
 from kimi_jax.monitor.console import Progress
@@ -293,9 +294,8 @@ def _compile(
 
 def _replay(model: config.Model) -> tuple[int, int, int] | None:
     """(L, A, experts) of recorded routes; None: the model has no experts."""
-    layers = config.ffn_kinds(model).count("moe")
-    moe = model.moe
-    return (layers, moe.num_active, moe.num_experts) if layers else None
+    layers, active = routes_shape(model)
+    return (layers, active, model.moe.num_experts) if layers else None
 
 
 def _as_text(placed: Experience) -> Batch:

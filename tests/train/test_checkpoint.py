@@ -315,7 +315,15 @@ def test_a_damaged_config_says_where_its_copy_is(tmp_path):
         workdir.claim(tmp_path, make())
 
 
-def test_the_second_signal_acts_at_once_whichever_it_is():
+@pytest.fixture
+def ctrl_c():
+    """As on a terminal; commands in the background of a shell ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_second_signal_acts_at_once_whichever_it_is(ctrl_c):
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt:
         signal.raise_signal(signal.SIGTERM)
