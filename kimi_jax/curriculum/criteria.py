@@ -1,4 +1,4 @@
-"""When a stage has done its work: criteria over its evaluations.
+"""When a stage has done its work: criteria over what was held out from it.
 
     loss_slope       the held-out loss falls by at most this many nats while the tokens
                      of the stage double; a line through the evaluations of its second
@@ -7,6 +7,8 @@
                      power of two) lose at most this many nats more than all positions
                      before them; negative: they must be better, having more to read
     validation_loss  the held-out loss is at most this, in nats a token
+    needle_recall    of the numbers hidden in filler as long as a row of the stage, the
+                     model finds at least this share (`tasks.needles`, one needle)
 
 Only evaluations count. Unlike averages of training steps they fall on the same steps
 and have the same bits in a run that was stopped and resumed, and so has the verdict.
@@ -23,7 +25,8 @@ import numpy as np
 
 from kimi_jax.config import Train
 
-NAMES = ("loss_slope", "position_gap", "validation_loss")
+NEEDLE = "needle_recall"
+NAMES = ("loss_slope", "position_gap", "validation_loss", NEEDLE)
 _LEAST_EVALUATIONS = 3  # for a line with an error
 
 Evaluations = Mapping[int, Mapping[str, Any]]  # step -> "eval" record
@@ -41,19 +44,22 @@ def judge(
     evaluations: Evaluations,
     length: int,
     rounds_left: int,
+    recall: float = math.nan,
 ) -> Verdict:
     """The verdict on a stage whose last evaluation was at its last step.
 
     Args:
       length: of a row, in tokens.
       rounds_left: how often the stage may go on.
+      recall: share of the needles found, if it is a criterion.
     """
     if not until:
         return Verdict("advance", ("its tokens are used, and no criterion was asked",))
     lines, met = [], True
     for name, limit in until.items():
-        value = measure(name, evaluations, length)
-        holds = value <= limit  # not a number holds nothing
+        value = recall if name == NEEDLE else measure(name, evaluations, length)
+        # Not a number holds nothing.
+        holds = value >= limit if name == NEEDLE else value <= limit
         met &= holds
         lines.append(f"{name} {value:.4g}, {'met' if holds else 'not met'}: {limit:g}")
     if met:
@@ -109,7 +115,10 @@ def problems(until: Any) -> Iterator[str]:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             yield f"until: {name!r} is not one of {list(NAMES)}{hint}"
         elif not isinstance(limit, int | float) or not math.isfinite(limit):
-            yield f"until: {name}={limit!r}: must be a number of nats"
+            unit = "a share" if name == NEEDLE else "a number of nats"
+            yield f"until: {name}={limit!r}: must be {unit}"
+        elif name == NEEDLE and not 0 < limit <= 1:
+            yield f"until: {name}={limit}: must be a share, above 0 and at most 1"
         elif name != "position_gap" and limit <= 0:
             why = "a loss is positive"
             if name == "loss_slope":

@@ -2,6 +2,7 @@
 
     RUN/tokens/                 the text, tokenised once for all stages
         curriculum.json         the decisions so far
+        needles/                recall after each round, where it is a criterion
         report.md               stages, decisions, loss over all tokens
         stage_01_8192/          the workdir of a run, with tokens/ linked to the above
         stage_02_65536/         the same; its checkpoint 0 is the last one of stage 1
@@ -19,10 +20,12 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from rich.console import Console
 
@@ -33,6 +36,8 @@ from kimi_jax.curriculum.criteria import Verdict
 from kimi_jax.curriculum.stages import Stage
 from kimi_jax.data import loader
 from kimi_jax.errors import UserError
+from kimi_jax.evals.cells import make_text, plan
+from kimi_jax.evals.run import evaluate, read_json
 from kimi_jax.monitor import metrics, runs
 from kimi_jax.monitor.tokenizing import tokenizing_lines
 from kimi_jax.train import checkpoint_files, loop, session, workdir
@@ -81,7 +86,7 @@ def run(
                 source, target = ((root / s.name, s) for s in (before, stage))
                 hand_over(source, target, identity)
             _train(root, stage, cfg, console, command)
-            verdict = _decide(root, stage)
+            verdict = _decide(root, stage, _recall(root, stage, cfg, console))
             for line in (f"{stage.name}: {verdict.action}", *verdict.reasons):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
         if verdict.action == "stop":
@@ -163,14 +168,33 @@ def _train(
         raise
 
 
-def _decide(root: pathlib.Path, stage: Stage) -> Verdict:
+def _recall(root: pathlib.Path, stage: Stage, cfg: Config, console: Console) -> float:
+    """The share of needles that the stage's last checkpoint finds; NaN: not asked."""
+    if criteria.NEEDLE not in stage.until:
+        return math.nan
+    folder = root / "needles" / f"{stage.name}_step_{cfg.train.steps}"
+    folder.parent.mkdir(exist_ok=True)
+    task = _needle(stage)
+    found = read_json(evaluate(cfg, str(root / stage.name), task, str(folder), console))
+    return float(found["results"][0]["accuracy"])
+
+
+def _needle(stage: Stage) -> str:
+    return f"needle:length={stage.config.train.seq_len}"
+
+
+def _decide(root: pathlib.Path, stage: Stage, recall: float) -> Verdict:
     """The leader's verdict on a finished round, noted and told to all."""
 
     def decide() -> list[Any]:
         rounds = rounds_of(_read(root), stage)
         evaluations = runs.load_run(root / stage.name).eval
         verdict = criteria.judge(
-            stage.until, evaluations, stage.config.train.seq_len, stage.rounds - rounds
+            stage.until,
+            evaluations,
+            stage.config.train.seq_len,
+            stage.rounds - rounds,
+            recall,
         )
         _write(root, stage, verdict)
         return [verdict.action, list(verdict.reasons)]
@@ -196,6 +220,7 @@ def _prepare(
             workdir.check(root / stage.name, cfg)
     identity: dict[str, str] = {}
     for stage in stages:
+        _named(stage, functools.partial(_check_needle, stage))
         data = _named(stage, functools.partial(_load, stage, root, console))
         if "position_gap" in stage.until and not _reaches(data.validation):
             length = stage.config.train.seq_len
@@ -223,6 +248,19 @@ def _check_folder(root: pathlib.Path) -> None:
                 f"--workdir={root} is not empty and holds no curriculum; name another "
                 "folder, nothing was written"
             )
+
+
+def _check_needle(stage: Stage) -> None:
+    """Raises UserError if recall is a criterion and cannot be measured."""
+    if criteria.NEEDLE not in stage.until:
+        return
+    plan(stage.config, _needle(stage), make_text(stage.config))
+    if jax.process_count() > 1:
+        raise UserError(
+            f"until: {criteria.NEEDLE} is measured in one process, and there are "
+            f"{jax.process_count()}; use another criterion, or "
+            "--config.cluster.processes=1"
+        )
 
 
 def _load(stage: Stage, root: pathlib.Path, console: Console) -> loader.Data:

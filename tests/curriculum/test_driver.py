@@ -170,6 +170,38 @@ def test_a_stage_that_fails_its_criteria_stops_the_run(corpus, tmp_path, monkeyp
     assert decisions(tmp_path / "run") == [("stage_01_16", 1, "advance")]
 
 
+def test_needles_are_counted_at_the_length_of_the_stage(corpus, tmp_path, monkeypatch):
+    """Training and evaluation are left out: what they find is given."""
+
+    def train(cfg, path, **_):
+        with MetricsWriter(path) as metrics:
+            metrics.write("eval", cfg.train.steps, loss=3.0, bits_per_byte=4.0)
+            metrics.write("run", cfg.train.steps, event="end")
+        (pathlib.Path(path) / "checkpoints" / "2").mkdir(parents=True)
+
+    asked = []
+
+    def evaluate(cfg, checkpoint, tasks, path, console):
+        asked.append((pathlib.Path(checkpoint).name, tasks, pathlib.Path(path).name))
+        found = tmp_path / "results.json"
+        found.write_text(json.dumps({"results": [{"accuracy": 0.4}]}))
+        return found
+
+    monkeypatch.setattr(driver.loop, "train", train)
+    monkeypatch.setattr(driver, "evaluate", evaluate)
+    hard = STAGES[0] | {"length": 256, "batch_tokens": 512, "tokens": 1024, "rounds": 1}
+    hard["until"] = {"needle_recall": 0.9}
+    with pytest.raises(driver.Stopped, match=r"needle_recall 0.4, not met: 0.9"):
+        run(make(corpus, hard), tmp_path / "run")
+    run(make(corpus, hard | {"until": {"needle_recall": 0.3}}), tmp_path / "run")
+    assert decisions(tmp_path / "run") == [("stage_01_256", 1, "advance")]
+    assert asked == [("stage_01_256", "needle:length=256", "stage_01_256_step_2")] * 2
+    with pytest.raises(UserError, match=r"(?s)stage_01_16: .*needle:length=16"):
+        run(make(corpus, STAGES[0] | {"until": {"needle_recall": 0.9}}), tmp_path / "x")
+    with pytest.raises(UserError, match=r"needle_recall=1\.5: must be a share"):
+        make(corpus, hard | {"until": {"needle_recall": 1.5}})
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
