@@ -8,7 +8,9 @@ reported together with its fix.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+import inspect
 import os
 import pathlib
 import signal
@@ -54,8 +56,9 @@ def run(
     # Libraries log every checkpoint and device; a run prints its own lines.
     logging.set_verbosity(logging.WARNING)
 
-    def guarded(_: Sequence[str]) -> int:
+    def guarded(arguments: Sequence[str]) -> int:
         try:
+            _refuse(arguments[1:])
             return main(overrides) or 0
         except UserError as error:
             code = getattr(error, "exit_code", 1)
@@ -65,12 +68,7 @@ def run(
         except jax.errors.JaxRuntimeError as error:
             if jax.process_count() == 1:
                 raise
-            print(
-                f"error: process {jax.process_index()} of {jax.process_count()} cannot "
-                f"go on: {str(error).splitlines()[0]}\nif another one ended, its log "
-                "says why; the same command in all processes resumes the run",
-                file=sys.stderr,
-            )
+            print(f"error: {_lost(error)}", file=sys.stderr)
             distributed.leave(1)
             return 1
         except KeyboardInterrupt:
@@ -86,6 +84,24 @@ def run(
             return 1
 
     app.run(guarded, argv=argv)
+
+
+def _lost(error: Exception) -> str:
+    """What one of several processes says when JAX fails in it."""
+    return (
+        f"process {jax.process_index()} of {jax.process_count()} cannot go on: "
+        f"{str(error).splitlines()[0]}\nif another one ended, its log says why; the "
+        "same command in all processes resumes the run"
+    )
+
+
+def _refuse(words: Sequence[str]) -> None:
+    """Raises UserError for words on the command line that belong to no flag."""
+    if words:
+        raise UserError(
+            f"{words[0]!r} is no flag; flags are --name=value, and fields of the "
+            "config --config.a.b=value"
+        )
 
 
 def _set_xla_flags() -> None:
@@ -132,6 +148,11 @@ class ExperimentFile(NamedTuple):
             raise UserError(f"--config={self.path}: defines no {name}()")
         function = getattr(self.module, name)
         argument = self.argument if argument is None else argument
+        if argument and not inspect.signature(function).parameters:
+            raise UserError(
+                f"--config={self.path}:{argument}: {name}() of this file takes no "
+                "argument; leave out what follows the colon"
+            )
         try:
             return function(argument) if argument else function()
         except (TypeError, ValueError, AttributeError, KeyError) as error:
@@ -144,14 +165,25 @@ def load_file() -> ExperimentFile:
     path, _, argument = flags.FLAGS.config.partition(":")
     file = pathlib.Path(path)
     if not file.is_file():
-        near = ", ".join(sorted(str(p) for p in pathlib.Path("configs").glob("*.py")))
-        raise UserError(f"--config={path}: no such file; there are {near}")
+        raise UserError(f"--config={path}: no such file; {_instead(file)}")
     spec = importlib.util.spec_from_file_location("experiment_config", file)
     if spec is None or spec.loader is None:
         raise UserError(f"--config={path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return ExperimentFile(path, module, argument)
+
+
+def _instead(file: pathlib.Path) -> str:
+    """What to do about a config file that does not exist."""
+    folder = pathlib.Path("configs")
+    if not folder.is_dir():
+        return "run the command from the folder of the repository, which has configs/"
+    others = ("__init__", "common", "hyper")
+    names = sorted(p.stem for p in folder.glob("*.py") if p.stem not in others)
+    near = difflib.get_close_matches(file.stem, names, n=1)
+    hint = f"did you mean configs/{near[0]}.py? " if near else ""
+    return f"{hint}there are configs/{{{', '.join(names)}}}.py"
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

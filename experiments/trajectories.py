@@ -28,8 +28,10 @@ flags.DEFINE_string("task", None, "only this environment")
 flags.DEFINE_integer("difficulty", None, "only this difficulty")
 flags.DEFINE_integer("seed", None, "only this seed of a task")
 flags.DEFINE_integer("group", None, "only this group")
-flags.DEFINE_integer("worst", None, "how many, the lowest rewards first (default 5)")
-flags.DEFINE_integer("best", None, "how many, the highest rewards first")
+flags.DEFINE_integer(
+    "worst", None, "how many, the lowest rewards first (default 5)", lower_bound=1
+)
+flags.DEFINE_integer("best", None, "how many, the highest rewards first", lower_bound=1)
 flags.DEFINE_string("html", None, "file for a page; left out: print")
 
 
@@ -41,6 +43,11 @@ def main(overrides: list[str]) -> None:
         )
     folder = pathlib.Path(given.workdir)
     cfg = workdir.load_config(folder)
+    if cfg.rl is None:
+        raise UserError(
+            f"--workdir={folder} holds a run of supervised training; name one of "
+            "python -m experiments.rl"
+        )
     found = archive.iterations(folder)
     iteration = given.iteration
     if iteration is None:

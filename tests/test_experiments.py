@@ -93,7 +93,8 @@ def test_tokenize_prints_what_it_made_and_makes_it_once(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--config=configs/k4.py",), "no such file; there are configs/"),
+        (("--config=configs/quickstat.py",), "did you mean configs/quickstart.py?"),
+        (("--config=configs/quickstart.py:x",), "of this file takes no argument"),
         (("--config=configs/k3_dial.py:width=3",), "depth=NUMBER"),
     ],
 )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import itertools
 import json
 import os
@@ -30,6 +29,7 @@ from kimi_jax.data.formats import Document
 from kimi_jax.data.store import TokenStore
 from kimi_jax.data.tokenizer import Tokenizer
 from kimi_jax.errors import UserError
+from kimi_jax.locks import locked
 from kimi_jax.monitor.metrics import replace_file
 
 JOURNAL, LOCK = "journal.jsonl", ".lock"
@@ -135,7 +135,7 @@ def build_store(
             )
         return made
     _claim(folder)
-    with _locked(folder):
+    with locked(folder / LOCK, _taken(folder)):
         builder = _Builder(folder, listed, tokenizer, progress)
         try:
             builder.run()
@@ -413,18 +413,11 @@ def _claim(folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-@contextlib.contextmanager
-def _locked(folder: pathlib.Path) -> Iterator[None]:
-    """The folder belongs to this process; a lock ends with it, even by a kill."""
-    with open(folder / LOCK, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"token store {str(folder)!r} is being written by another process; "
-                "wait for it, or name another folder"
-            ) from error
-        yield
+def _taken(folder: pathlib.Path) -> str:
+    return (
+        f"token store {str(folder)!r} is being written by another process; wait for "
+        "it, or name another folder"
+    )
 
 
 def _sync(file: IO[bytes]) -> None:

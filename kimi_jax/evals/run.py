@@ -7,6 +7,7 @@ DIR/results.json       all of them, DIR/report.md and DIR/plots/
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import pathlib
@@ -54,6 +55,9 @@ def evaluate(
     cells = plan(cfg, tasks, text)
     mesh = sharding.make_mesh(cfg)
     about = _identity(cfg, checkpoint, text.haystack.digest)
+    variables = functools.cache(lambda: _variables(cfg, checkpoint, mesh))
+    if not (folder / IDENTITY).exists():
+        variables()  # what does not fit this model claims no folder
     _claim(folder, about)
     waiting = [cell for cell in cells if not (folder / CELLS / cell.file).exists()]
     say = _Say(console)
@@ -62,9 +66,7 @@ def evaluate(
         f"results: {folder}"
     )
     if waiting:
-        measure = Measure(
-            cfg, _variables(cfg, checkpoint, mesh), mesh, folder / "tokens"
-        )
+        measure = Measure(cfg, variables(), mesh, folder / "tokens")
         _measure_all(waiting, measure, folder, say)
     records = [read_json(folder / CELLS / cell.file) for cell in cells]
     found = folder / RESULTS

@@ -77,6 +77,11 @@ def read_expected(file: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     try:
         with np.load(file) as stored:
             arrays = {name: stored[name] for name in stored.files}
+    except FileNotFoundError as error:
+        raise InteropError(
+            f"{file} does not exist; it holds the input and the logits of the released "
+            "code (docs/interop.md), and --expected=FILE names another one"
+        ) from error
     except (OSError, ValueError) as error:
         raise InteropError(f"{file} is no npz file: {error}") from error
     for name in ("input_ids", "logits"):

@@ -43,6 +43,7 @@ from kimi_jax.train.profile import Profiler
 from kimi_jax.train.session import (
     end_early,
     first_state,
+    hold_workdir,
     open_metrics,
     report_durable,
     start_source,
@@ -84,6 +85,7 @@ def reinforce(cfg: Config, path: str, *, console: Console, command: str = "") ->
     start = start_source(cfg, folder)
     resumable = workdir.claim(folder, cfg)
     with contextlib.ExitStack() as stack:
+        hold_workdir(stack, folder)
         progress = stack.enter_context(Progress(console, curve="success"))
         identity = _identity(rl, world)
         checkpoints = stack.enter_context(Checkpointer(folder, cfg, identity))
@@ -95,6 +97,11 @@ def reinforce(cfg: Config, path: str, *, console: Console, command: str = "") ->
         _show(console, cfg, mesh, acting, world, folder, first)
         profiler = stack.enter_context(Profiler(cfg.monitor, folder, progress.note))
         metrics.write("run", first, **_about(cfg, first, command))
+        if not first and start is None:
+            progress.note(
+                "warning: from random parameters hardly anything is ever rewarded; "
+                "begin with a warm start, --config.train.init_from=DIR (docs/rl.md)"
+            )
         progress.note("compiling the learner ...")
         around = functools.partial(profiler.around, finished=first)
         learner = Learner(cfg, mesh, transform, folder, metrics, progress, around)

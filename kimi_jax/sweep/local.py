@@ -9,17 +9,16 @@ start what is still running, even if the first one was killed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import os
 import pathlib
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, NamedTuple
 
-from kimi_jax.errors import UserError
+from kimi_jax.locks import locked
 from kimi_jax.sweep import state
 from kimi_jax.sweep.state import Progress
 from kimi_jax.train.interrupt import Interrupt
@@ -77,7 +76,10 @@ class Pool:
         """
         self._waiting.extend(jobs)
         (self._root / state.LOGS).mkdir(parents=True, exist_ok=True)
-        with _locked(self._root) as lock, Interrupt() as interrupt:
+        with (
+            locked(self._root / LOCK, _taken(self._root)) as lock,
+            Interrupt() as interrupt,
+        ):
             try:
                 self._loop(lock, interrupt)
             except BaseException:
@@ -196,14 +198,8 @@ def _gpus() -> list[str]:
     return [str(i) for i in range(len(glob.glob("/dev/nvidia[0-9]*")))]
 
 
-@contextlib.contextmanager
-def _locked(root: pathlib.Path) -> Iterator[IO[str]]:
-    with open(root / LOCK, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"a sweep, or a run that one has left behind, is at work in {root}; "
-                "wait for it, or end it"
-            ) from None
-        yield lock
+def _taken(root: pathlib.Path) -> str:
+    return (
+        f"a sweep, or a run that one has left behind, is at work in {root}; wait for "
+        "it, or end it"
+    )

@@ -348,7 +348,7 @@ def _check_names(
             f"checkpoint {folder} does not fit this model:\n  "
             + "\n  ".join(lines)
             + f"\nuse the config it was trained with, which is in {files.STATE}/"
-            f"{files.ABOUT}, or another --workdir"
+            f"{files.ABOUT}, or name another checkpoint or --workdir"
         )
 
 

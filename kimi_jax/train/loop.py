@@ -47,6 +47,7 @@ from kimi_jax.train.session import (
     READ_SECONDS,
     end_early,
     first_state,
+    hold_workdir,
     open_metrics,
     report_durable,
     start_source,
@@ -99,6 +100,7 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
     data, resumable = _prepare(cfg, folder, console)
     unigram = float(data.summary["unigram_bits_per_byte"])
     with contextlib.ExitStack() as stack:
+        hold_workdir(stack, folder)
         progress = stack.enter_context(Progress(console, unigram))
         checkpoints = stack.enter_context(Checkpointer(folder, cfg, data.identity))
         transform = make_transform(cfg)

@@ -19,7 +19,7 @@ from kimi_jax.monitor.alerts import Alert
 from kimi_jax.monitor.console import Progress
 from kimi_jax.monitor.metrics import MetricsWriter, Mirror, SilentWriter, Writer
 from kimi_jax.monitor.prometheus import Exporter
-from kimi_jax.train import checkpoint_files
+from kimi_jax.train import checkpoint_files, workdir
 from kimi_jax.train.alarm import Alarmed, stop_message
 from kimi_jax.train.checkpoint import Checkpointer
 from kimi_jax.train.program import compile_fast, state_shape
@@ -34,6 +34,19 @@ class Interrupted(UserError):
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def hold_workdir(stack: contextlib.ExitStack, folder: pathlib.Path) -> None:
+    """Until the end of `stack`, no other run may work in the claimed folder.
+
+    Raises:
+      UserError: one does, in every process.
+    """
+
+    def hold() -> None:
+        stack.enter_context(workdir.hold(folder))
+
+    distributed.on_leader("lock", hold, timeout=READ_SECONDS)
 
 
 def open_metrics(

@@ -7,6 +7,7 @@ what it computes, may differ.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -16,9 +17,11 @@ from typing import Any
 from kimi_jax import config_io
 from kimi_jax.config import Config
 from kimi_jax.errors import UserError
+from kimi_jax.locks import locked
 from kimi_jax.monitor.metrics import replace_file
 
 CONFIG = "config.json"
+LOCK = ".lock"
 TOKENS = "tokens"  # folder of the token stores, made before the workdir is claimed
 
 # Prefixes of fields that do not change the numbers of a run.
@@ -55,6 +58,19 @@ def claim(path: str | os.PathLike[str], config: Config) -> bool:
         values = config_io.to_dict(config)
         replace_file(workdir / CONFIG, json.dumps(values, indent=2) + "\n")
     return resumable
+
+
+def hold(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Any]:
+    """Keeps other processes from working in the claimed `path` at the same time.
+
+    Raises:
+      UserError: one does.
+    """
+    return locked(
+        pathlib.Path(path) / LOCK,
+        f"--workdir={path}: another process is at work on this run; wait for it, end "
+        "it, or name another folder",
+    )
 
 
 def check(path: str | os.PathLike[str], config: Config) -> bool:

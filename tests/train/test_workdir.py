@@ -24,3 +24,12 @@ def test_a_run_can_be_made_longer(tmp_path):
     workdir.prolong(tmp_path, other)
     with pytest.raises(UserError, match=r"config\.model\.width: 16 in the workdir"):
         workdir.check(tmp_path, other)
+
+
+def test_one_process_at_a_time(tmp_path):
+    workdir.claim(tmp_path, tiny.make())
+    busy = pytest.raises(UserError, match="another process is at work on this run")
+    with workdir.hold(tmp_path), busy, workdir.hold(tmp_path):
+        pass
+    with workdir.hold(tmp_path):
+        assert workdir.check(tmp_path, tiny.make())
