@@ -9,6 +9,7 @@ from kimi_jax.rl import archive
 from kimi_jax.rl.archive import Entry
 from tests import tiny
 from tests.rl.test_records import trajectory
+from tests.test_config_rl import values
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -18,13 +19,17 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_trajectories_are_chosen_and_printed(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(config_io.to_dict(tiny.make())))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(config_io.to_dict(tiny.make())))
+    name = ("experiments.trajectories", f"--workdir={tmp_path}")
+    done = command(*name)
+    assert done.returncode == 1 and "holds a run of supervised" in done.stderr
+    config.write_text(json.dumps(config_io.to_dict(config_io.from_dict(values()))))
     entries = [
         Entry(trajectory(reward=reward, member=i), [reward, reward])
         for i, reward in enumerate((1.0, 0.25, 0.5))
     ]
     archive.write(tmp_path, 3, entries, keep=None)
-    name = ("experiments.trajectories", f"--workdir={tmp_path}")
     done = command(*name, "--worst=2")
     assert done.returncode == 0, done.stderr
     heads = [line for line in done.stdout.splitlines() if "seed 5" in line]
