@@ -7,7 +7,8 @@ Command:  python -m experiments.train --config=configs/rl_tools.py:warm \
           python -m experiments.rl --config=configs/rl_tools.py \
               --config.train.init_from=runs/tools_warm --workdir=runs/tools_rl
 Cost:     about 6 CPU-minutes of each; 0.3 M parameters.
-Expect:   success on held-out tasks from 29 % to 94 %, the mean of two seeds (docs/rl.md).
+Expect:   success on held-out tasks from 29 % to 94 %, the mean of two seeds; see
+          docs/rl.md.
 
 `:warm` imitates an expert who makes mistakes in most episodes, so that the policy knows
 how tools are used and seldom gets to the end. Controls: the second command with
