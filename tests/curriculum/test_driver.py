@@ -75,8 +75,8 @@ def one_more_round(monkeypatch):
     """Stage 1 stays once, whatever it measures."""
     judge = criteria.judge
 
-    def strict(until, evaluations, length, rounds_left):
-        verdict = judge(until, evaluations, length, rounds_left)
+    def strict(until, evaluations, length, rounds_left, recall):
+        verdict = judge(until, evaluations, length, rounds_left, recall)
         return verdict._replace(action="stay") if rounds_left else verdict
 
     monkeypatch.setattr(criteria, "judge", strict)
