@@ -7,7 +7,7 @@ Command:  python -m experiments.train --config=configs/rl_tools.py:warm \
           python -m experiments.rl --config=configs/rl_tools.py \
               --config.train.init_from=runs/tools_warm --workdir=runs/tools_rl
 Cost:     about 6 CPU-minutes of each; 0.3 M parameters.
-Expect:   success on held-out tasks from 29 % to 94 %, the mean of two seeds; see
+Expect:   success on held-out tasks from 29 % to 95 %, the mean of three seeds; see
           docs/rl.md.
 
 `:warm` imitates an expert who makes mistakes in most episodes, so that the policy knows
