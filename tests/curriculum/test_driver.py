@@ -145,16 +145,18 @@ def test_a_curriculum_cut_in_a_stage_resumes_to_the_same_bits(
     assert (parts / "stage_02_32" / "metrics.jsonl").read_bytes() == before
 
 
+def train_nothing(cfg, path, **_):
+    """Leaves what a run of two steps does, with these evaluations."""
+    with MetricsWriter(path) as metrics:
+        metrics.write("eval", cfg.train.steps, loss=3.0, bits_per_byte=4.0)
+        metrics.write("run", cfg.train.steps, event="end")
+    (pathlib.Path(path) / "checkpoints" / "2").mkdir(parents=True)
+
+
 def test_a_stage_that_fails_its_criteria_stops_the_run(corpus, tmp_path, monkeypatch):
     """Training is left out: the evaluations are given."""
 
-    def train(cfg, path, **_):
-        with MetricsWriter(path) as metrics:
-            metrics.write("eval", cfg.train.steps, loss=3.0, bits_per_byte=4.0)
-            metrics.write("run", cfg.train.steps, event="end")
-        (pathlib.Path(path) / "checkpoints" / "2").mkdir(parents=True)
-
-    monkeypatch.setattr(driver.loop, "train", train)
+    monkeypatch.setattr(driver.loop, "train", train_nothing)
     hard = STAGES[0] | {"until": {"validation_loss": 2.0}, "rounds": 1}
     with pytest.raises(
         driver.Stopped, match="validation_loss 3, not met: 2; rounds left: 0"
@@ -173,12 +175,6 @@ def test_a_stage_that_fails_its_criteria_stops_the_run(corpus, tmp_path, monkeyp
 def test_needles_are_counted_at_the_length_of_the_stage(corpus, tmp_path, monkeypatch):
     """Training and evaluation are left out: what they find is given."""
 
-    def train(cfg, path, **_):
-        with MetricsWriter(path) as metrics:
-            metrics.write("eval", cfg.train.steps, loss=3.0, bits_per_byte=4.0)
-            metrics.write("run", cfg.train.steps, event="end")
-        (pathlib.Path(path) / "checkpoints" / "2").mkdir(parents=True)
-
     asked = []
 
     def evaluate(cfg, checkpoint, tasks, path, console):
@@ -187,7 +183,7 @@ def test_needles_are_counted_at_the_length_of_the_stage(corpus, tmp_path, monkey
         found.write_text(json.dumps({"results": [{"accuracy": 0.4}]}))
         return found
 
-    monkeypatch.setattr(driver.loop, "train", train)
+    monkeypatch.setattr(driver.loop, "train", train_nothing)
     monkeypatch.setattr(driver, "evaluate", evaluate)
     hard = STAGES[0] | {"length": 256, "batch_tokens": 512, "tokens": 1024, "rounds": 1}
     hard["until"] = {"needle_recall": 0.9}

@@ -1,8 +1,6 @@
 """The commands of reinforcement learning as a user types them."""
 
 import json
-import subprocess
-import sys
 
 from kimi_jax import config_io
 from kimi_jax.rl import archive
@@ -10,12 +8,7 @@ from kimi_jax.rl.archive import Entry
 from tests import tiny
 from tests.rl.test_records import trajectory
 from tests.test_config_rl import values
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *arguments], capture_output=True, text=True, check=False
-    )
+from tests.test_experiments import command
 
 
 def test_trajectories_are_chosen_and_printed(tmp_path):

@@ -28,6 +28,9 @@ SMALL = (
     "optimizer.kind=adamw",
 )
 
+# What is resumed has the moments of both optimizers.
+MUON = "optimizer.kind=muon"
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
@@ -74,13 +77,13 @@ def interrupt_after(monkeypatch, step):
 
 @pytest.mark.slow
 def test_interrupted_run_resumes_to_the_same_bits(run, monkeypatch):
-    whole = run("whole")
+    whole = run("whole", MUON)
     with monkeypatch.context() as patch:
         interrupt_after(patch, 3)
         with pytest.raises(session.Interrupted, match="SIGINT after step 3") as caught:
-            run("parts")
+            run("parts", MUON)
     assert caught.value.exit_code == 130
-    parts = run("parts")
+    parts = run("parts", MUON)
     want, got = stored(whole), stored(parts)
     assert want.keys() == got.keys() and int(got["step"]) == 4
     for name in want:
@@ -103,7 +106,7 @@ def test_interrupted_run_resumes_to_the_same_bits(run, monkeypatch):
     assert [r["step"] for r in saves] == [2, 3, 4]
     assert all(0 < r["blocking_seconds"] <= r["seconds"] for r in saves)
     # A finished run only makes its report again.
-    run("parts")
+    run("parts", MUON)
     np.testing.assert_array_equal(
         stored(parts)["params/embedding/embed"],
         want["params/embedding/embed"],
@@ -144,12 +147,12 @@ def test_what_a_run_says_about_itself(run):
 @pytest.mark.slow
 def test_a_run_may_move_to_another_mesh(run, monkeypatch):
     """Interrupted on one mesh and resumed on another: one device's run, to rounding."""
-    whole = run("whole")
+    whole = run("whole", MUON)
     with monkeypatch.context() as patch:
         interrupt_after(patch, 3)
         with pytest.raises(session.Interrupted):
-            run("moved")
-    moved = run("moved", "mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2")
+            run("moved", MUON)
+    moved = run("moved", MUON, "mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2")
     want, got = stored(whole), stored(moved)
     assert want.keys() == got.keys() and int(got["step"]) == 4
     for name in want:

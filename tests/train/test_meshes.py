@@ -14,8 +14,8 @@ from kimi_jax.train.batch import Batch
 from kimi_jax.train.step import State, make_train_step
 from tests import tiny
 
-# Every axis, and every pair that meets in one collective; the operations by themselves
-# are tested on more.
+# Mixtures that have every axis between them. Axes alone are tested on the operations by
+# themselves.
 MESHES = [
     {"data": 2, "fsdp": 2, "tensor": 2},
     {"expert": 2, "context": 4},
