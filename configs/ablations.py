@@ -107,11 +107,11 @@ def _balancing():
         "aux_loss",
         "none",
     )
-    return product(
-        TEXT,
-        grid("model.moe.num_experts", 16, 64),
-        grid("model.moe.balancing.method", *methods),
-    )
+    sizes = [
+        {"model.moe.num_experts": experts, "model.moe.num_active": active}
+        for experts, active in ((16, 2), (64, 4), (896, 16))
+    ]
+    return product(TEXT, chain(sizes), grid("model.moe.balancing.method", *methods))
 
 
 def _residuals():

@@ -9,6 +9,7 @@ and each problem comes with its fix. Problems are gathered and raised together.
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import difflib
 import types
@@ -20,6 +21,16 @@ from kimi_jax import config as schema
 from kimi_jax import config_rules
 from kimi_jax.errors import UserError
 
+# Fields that came later, and what a config without them meant: runs that began before
+# them go on. Whoever adds a field to the schema adds a line here.
+_LATER = {
+    "alerts.policy_kl": None,
+    "alerts.mismatch": None,
+    "alerts.effective_samples": None,
+    "alerts.zero_variance": None,
+    "alerts.environment_errors": None,
+    "rl": None,
+}
 # Of a tuple of these; of anything else, a tuple of tuples is the example.
 _EXAMPLES = {str: "('a', 'b')", int: "(512, 4096)", float: "(0.0, 1.0)"}
 
@@ -69,6 +80,18 @@ def model_from_dict(values: Mapping[str, Any]) -> schema.Model:
     if problems:
         raise ConfigError(problems)
     return typing.cast(schema.Model, built)
+
+
+def add_later_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """`values`, a whole config as it was stored, with the fields that came later."""
+    values = copy.deepcopy(values)
+    for path, value in _LATER.items():
+        *sections, name = path.split(".")
+        section = values
+        for part in sections:
+            section = section.get(part, {})
+        section.setdefault(name, value)
+    return values
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -132,8 +132,8 @@ def load_config(path: str | os.PathLike[str]) -> Config:
 
 def _read(marker: pathlib.Path) -> Any:
     try:
-        return json.loads(marker.read_text())
-    except ValueError as error:
+        return config_io.add_later_fields(json.loads(marker.read_text()))
+    except (ValueError, AttributeError) as error:
         raise UserError(
             f"{marker} is damaged: {error}\nevery checkpoint holds a copy: put the "
             f'"config" of {marker.parent}/checkpoints/STEP/state/about.json there'

@@ -33,3 +33,19 @@ def test_one_process_at_a_time(tmp_path):
         pass
     with workdir.hold(tmp_path):
         assert workdir.check(tmp_path, tiny.make())
+
+
+def test_a_run_from_before_a_field_goes_on(tmp_path):
+    cfg = tiny.make()
+    workdir.claim(tmp_path, cfg)
+    marker = tmp_path / workdir.CONFIG
+    stored = json.loads(marker.read_text())
+    del stored["rl"], stored["alerts"]["policy_kl"]
+    marker.write_text(json.dumps(stored))
+    assert workdir.check(tmp_path, cfg)
+    assert workdir.load_config(tmp_path).rl is None
+    # A field that was always there is still missed.
+    del stored["model"]["width"]
+    marker.write_text(json.dumps(stored))
+    with pytest.raises(UserError, match=r"config\.model\.width: absent in the workdir"):
+        workdir.check(tmp_path, cfg)
