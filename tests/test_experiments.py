@@ -1,5 +1,6 @@
 """The commands as a user types them: output, exit codes, messages."""
 
+import json
 import os
 import subprocess
 import sys
@@ -156,3 +157,36 @@ def test_the_quickstart_command_makes_a_report(tmp_path):
     assert "report.md" in done.stdout and "fresh" in done.stdout
     assert "# " in (workdir / "report.md").read_text()
     assert {p.name for p in (workdir / "checkpoints").iterdir()} == {"3"}
+
+
+@pytest.mark.slow
+def test_an_evaluation_from_the_command_line(tmp_path):
+    folder = tmp_path / "scores"
+    arguments = (
+        "experiments.evaluate",
+        "--config=configs/mqar.py:pairs=2,length=8",
+        "--checkpoint=fresh",
+        "--config.model.num_layers=1",
+        "--config.model.attention=('gqa',)",
+        "--config.model.ffn.num_dense_layers=1",
+        "--config.model.residual.block_size=1",
+        "--config.evaluation.examples=8",
+    )
+    tasks = "--tasks=mqar:length=8/16:pairs=2"
+    done = command(*arguments, tasks, f"--workdir={folder}")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((folder / "results.json").read_text())["results"]
+    assert [cell["dials"]["length"] for cell in results] == [8, 16]
+    assert (folder / "report.md").exists() and any((folder / "plots").iterdir())
+    before = (folder / "results.json").stat().st_mtime_ns
+    done = command(*arguments, tasks, f"--workdir={folder}")
+    assert done.returncode == 0 and "results.json" in done.stdout
+    kept = json.loads((folder / "results.json").read_text())["results"]
+    assert kept == results and before <= (folder / "results.json").stat().st_mtime_ns
+    missing = command("experiments.evaluate", f"--workdir={folder}")
+    assert missing.returncode == 1
+    assert "--config, --checkpoint, --tasks missing" in missing.stderr
+    alone = command(
+        "experiments.evaluate", f"--compare={folder}", f"--workdir={tmp_path / 'x'}"
+    )
+    assert alone.returncode == 1 and "at least two folders" in alone.stderr
