@@ -76,7 +76,7 @@ def _granularity():
         [
             {
                 "arg": "mqar",
-                "data.sources": ("task:palindrome:symbols=64",),
+                "data.sources": ("task:palindrome:items=12:symbols=63",),
                 "train.seq_len": 24,
             }
         ],
