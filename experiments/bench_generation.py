@@ -132,7 +132,8 @@ def megabytes(generator: Generator) -> dict[str, float]:
 
 def make(pattern: str, length: int, slots: int, config: ConfigDict) -> Generator:
     values = [f"{name}={value}" for name, value in SIZES.items()]
-    cfg = config_io.from_dict(common.base(), [*values, f"model.attention={pattern}"])
+    values += [f"model.attention={pattern}", *config.model]
+    cfg = config_io.from_dict(common.base(), values)
     model = cfg.model
     return Generator(
         model,

@@ -178,7 +178,7 @@ class Generator(Slots):
 
     def is_long(self, sequence: Live) -> bool:
         """Whether more is pending than a call of `decode` takes."""
-        return len(sequence.pending) > self._steps or sequence.unseen > 0
+        return sequence.waiting > self._steps or sequence.unseen > 0
 
     def decode(self, jobs: Sequence[Job]) -> list[tuple[Job, Piece]]:
         """One call for jobs of which none is long."""
@@ -201,7 +201,7 @@ class Generator(Slots):
         recent_BL = np.full((B, MAX_STOP_TOKENS), -1, np.int32)
         asks: list[Ask | None] = [None] * B
         for job in jobs:
-            slot, pending = job.sequence.slot, job.sequence.pending
+            slot, pending = job.sequence.slot, job.sequence.pending(self._steps)
             forced_BK[slot, : len(pending)] = pending
             forced_B[slot] = len(pending)
             wanted_B[slot] = job.ask.max_tokens - len(job.drawn)
