@@ -24,6 +24,8 @@ from rich.console import Console
 from configs import common
 from experiments import cli
 from kimi_jax import config_io, sharding
+from kimi_jax.data.images import read_header
+from kimi_jax.data.media import MARK
 from kimi_jax.data.tokenizer import Tokenizer
 from kimi_jax.data.tokenizer_files import load_tokenizer
 from kimi_jax.errors import UserError
@@ -86,6 +88,8 @@ def main(overrides: list[str]) -> None:
     requests = [setup.request(line) for line in setup.prompts]
     mesh = _mesh(overrides)
     model, variables = load_model(values.checkpoint, mesh)
+    if model.vision and not values.image and MARK in (values.prompt or ""):
+        raise UserError(f"--prompt has {MARK}; give the file with --image=FILE")
     if values.dtype:
         model = dataclasses.replace(model, dtype=values.dtype)
     if values.image:
@@ -122,8 +126,7 @@ def _set_up() -> _Setup:
         raise UserError("give one of --prompt, --chat and --file")
     if values.file and not values.out:
         raise UserError("--file needs --out, the file that the answers go to")
-    if values.image and values.prompt is None:
-        raise UserError("--image goes with --prompt, which marks each with <image>")
+    _check_images(values.image, values.prompt)
     path, chat = pathlib.Path(values.checkpoint), Chat(None, {}, {}, ())
     if is_published(path):
         name, chat = str(path), load_chat(path)
@@ -139,6 +142,22 @@ def _set_up() -> _Setup:
     else:
         prompts = [{"prompt": values.prompt}]
     return _Setup(tokenizer, chat, {n: values[n].value for n in names}, prompts)
+
+
+def _check_images(files: list[str], prompt: str | None) -> None:
+    """Raises UserError for what can be told before a model is read."""
+    if not files:
+        return
+    if prompt is None:
+        raise UserError(f"--image goes with --prompt, which marks each with {MARK}")
+    marks = prompt.count(MARK)
+    if marks != len(files):
+        raise UserError(
+            f"--prompt has {marks} {MARK} for {len(files)} --image; write one for "
+            "each, where it belongs"
+        )
+    for file in files:
+        read_header(file)
 
 
 def _mesh(overrides: list[str]) -> Mesh | None:

@@ -194,7 +194,8 @@ def _variables(cfg: Config, checkpoint: str, mesh: jax.sharding.Mesh) -> Any:
         return load_variables(checkpoint, cfg.model, mesh)
 
     def init() -> transformer.Variables:
-        return transformer.init(cfg.model, jax.random.key(cfg.train.seed))
+        made = transformer.init(cfg.model, jax.random.key(cfg.train.seed))
+        return {"params": made["params"], "balance": made.get("balance", {})}
 
     where = sharding.state_shardings(mesh, jax.eval_shape(init))
     return jax.jit(init, out_shardings=where, compiler_options=compile_fast(mesh))()

@@ -116,7 +116,7 @@ def _template(
         to = np.dtype(kind(name, leaf))
         return jax.ShapeDtypeStruct(leaf.shape, to, sharding=where)
 
-    template = {}
+    template: dict[str, Any] = {"params": {}, "balance": {}}  # of no experts: empty
     for collection, tree in _shapes(model).items():
         firsts = _first_names(model, collection, tree)
         template[collection] = jax.tree_util.tree_map_with_path(place, tree, firsts)
