@@ -11,9 +11,11 @@ whose tokenizer and chat template are used. A file has a line {"prompt": ...} or
 command goes on after a kill. --config.mesh.AXIS=N spreads the model over devices.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -85,7 +87,10 @@ class _Setup:
 def main(overrides: list[str]) -> None:
     values, console = flags.FLAGS, Console(stderr=True)
     setup = _set_up()
-    requests = [setup.request(line) for line in setup.prompts]
+    requests = []
+    for line in setup.prompts:
+        with _named(line):
+            requests.append(setup.request(line))
     mesh = _mesh(overrides)
     model, variables = load_model(values.checkpoint, mesh)
     if model.vision and not values.image and MARK in (values.prompt or ""):
@@ -113,10 +118,25 @@ def main(overrides: list[str]) -> None:
         # The first text should not wait for many tokens; a file should not wait at all.
         decode_steps=32 if values.file else 8,
     )
+    for line, request in zip(setup.prompts, requests, strict=True):
+        with _named(line):
+            generator.check_request(request)
     if values.file:
         _file(setup, requests, generator, console)
     else:
         _show(setup, requests, generator)
+
+
+@contextlib.contextmanager
+def _named(line: dict[str, Any]) -> Iterator[None]:
+    """Puts the line of --file before what is wrong with it."""
+    try:
+        yield
+    except UserError as error:
+        if not flags.FLAGS.file:
+            raise
+        where = f"{flags.FLAGS.file}, line {line['line']}"
+        raise UserError(f"{where}: {error}") from error
 
 
 def _set_up() -> _Setup:
@@ -133,7 +153,11 @@ def _set_up() -> _Setup:
     else:
         about = checkpoint_files.read_about(checkpoint_files.find(path))
         name = about["config"]["data"]["tokenizer"]
-    tokenizer = load_tokenizer(values.tokenizer or name)
+    try:
+        tokenizer = load_tokenizer(values.tokenizer or name)
+    except UserError as error:
+        message = str(error).replace("config.data.tokenizer=", "--tokenizer=")
+        raise UserError(message) from error
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "seed")
     if values.file:
         prompts = read_prompts(values.file)

@@ -119,9 +119,7 @@ class Generator(Slots):
         """
         for index, request in enumerate(requests):
             try:
-                self.check(request.prompt)
-                self._check_ask(len(request.prompt), request.ask)
-                self.check_features(request.prompt, request.features_MD)
+                self.check_request(request)
             except UserError as error:
                 raise UserError(f"request {index}: {error}") from error
         queue = list(enumerate(requests))[::-1]
@@ -138,6 +136,12 @@ class Generator(Slots):
         finally:  # also if the caller takes no more
             for job in jobs:
                 self.close(job.sequence)
+
+    def check_request(self, request: Request) -> None:
+        """Raises UserError unless the prompt can be continued as asked."""
+        self.check(request.prompt)
+        self._check_ask(len(request.prompt), request.ask)
+        self.check_features(request.prompt, request.features_MD)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """`stream`, collected."""

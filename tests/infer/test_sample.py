@@ -79,6 +79,23 @@ def test_bad_input_is_named(arguments, message):
 
 
 @pytest.mark.slow
+def test_nothing_is_left_of_a_file_that_does_not_fit(tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": "too long", "max_tokens": 9}\n')
+    done = sample(
+        f"--checkpoint={GOLDEN}",
+        "--tokenizer=bytes",
+        f"--file={prompts}",
+        f"--out={out}",
+        "--max_tokens=2",
+        "--length=12",
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"{prompts}, line 2: 9 tokens and 9 more do not fit into 12" in done.stderr
+    assert not out.exists()
+
+
+@pytest.mark.slow
 def test_an_image_file_is_seen(tmp_path):
     """A picture drawn by Pillow, and the text that the whole pass gives for it."""
     cfg = vision_cases.make()
