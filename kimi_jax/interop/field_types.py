@@ -9,28 +9,32 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_NAMES = {
+Kinds = Mapping[str, Any]
+
+_NAMES: dict[Any, str] = {
     dict: "an object",  # or left out, or null
     Mapping: "an object",
     list: "a list of integers",
     int: "an integer above 0",
     float: "a number above 0, or null",
 }
-_OUTER = dict.fromkeys(("text_config", "vision_config", "quantization_config"), dict)
-_TEXT = {
+_OUTER: Kinds = dict.fromkeys(
+    ("text_config", "vision_config", "quantization_config"), dict
+)
+_TEXT: Kinds = {
     "linear_attn_config": Mapping,
     "quantization_config": dict,
     "attn_res_block_size": float,
     **dict.fromkeys(("num_hidden_layers", "num_experts", "num_experts_per_token"), int),
 }
-_LINEAR = dict.fromkeys(("full_attn_layers", "kda_layers"), list)
-_VISION = {
+_LINEAR: Kinds = dict.fromkeys(("full_attn_layers", "kda_layers"), list)
+_VISION: Kinds = {
     "merge_kernel_size": list,
     "vt_num_attention_heads": int,
     "qkv_hidden_size": int,
 }
-_QUANTISATION = {"config_groups": dict}
-_GROUP = {"weights": dict}
+_QUANTISATION: Kinds = {"config_groups": dict}
+_GROUP: Kinds = {"weights": dict}
 
 
 def wrong_types(published: Any) -> Iterator[str]:
@@ -62,15 +66,13 @@ def _section(fields: dict[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _fields(
-    where: str, fields: dict[str, Any], kinds: dict[str, type]
-) -> Iterator[str]:
+def _fields(where: str, fields: dict[str, Any], kinds: Kinds) -> Iterator[str]:
     for name, kind in kinds.items():
         if name in fields and not _is(fields[name], kind):
             yield f"{where}{name}={json.dumps(fields[name])}: must be {_NAMES[kind]}"
 
 
-def _is(value: Any, kind: type) -> bool:
+def _is(value: Any, kind: Any) -> bool:
     if kind is list:
         return isinstance(value, list) and all(_is(item, int) for item in value)
     if kind in (dict, Mapping):
