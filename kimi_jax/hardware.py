@@ -54,8 +54,10 @@ GENERATIONS = {"v4": "TPU v4", "v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v
 GENERATIONS["tpu7x"] = "TPU7x"
 
 # Slices that can be rented, from the same pages: chips along the sides of the torus.
-_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
-_CUBES += ("8x8x16", "8x16x16", "16x16x16")
+_CUBES = (
+    *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
+    *("8x8x16", "8x16x16", "16x16x16"),
+)
 _SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 SLICES = {
     **dict.fromkeys(("v4", "v5p", "tpu7x"), _CUBES),
