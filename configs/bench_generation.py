@@ -17,6 +17,7 @@ def get_config():
     # Patterns of attention layers, in a model of 4 layers. Reading skips the attention
     # of a last layer, which no later token needs.
     config.patterns = ("kda*2,mla,kda", "kda")
+    config.model = ()  # overrides of its fields
     # Tokens that are in the cache already when the cost of the next ones is measured.
     # (): measure the forks alone.
     config.contexts = (1024, 16384, 262144, 1048576)

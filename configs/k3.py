@@ -11,7 +11,8 @@ rate, the batch or the number of tokens: those below are placeholders of the usu
 `configs/k3.py:length=65536` trains on longer rows, with a mesh for them: 4,096 devices
 such as a v5p:16x16x16 in any case (docs/plans.md). `configs/k3.py:vision=1` adds the
 vision tower and its projector, 401.2 M and 46.1 M parameters (docs/vision.md), and
-`layers=12` keeps the first 12 layers.
+`layers=12` keeps the first 12 layers. `serve=64` has a mesh for reading and decoding on
+so many devices (docs/generation.md).
 """
 
 from configs import common
@@ -23,10 +24,17 @@ STAGES = {
     262144: (64, 4, {"fsdp": 8, "expert": 2, "context": 32, "tensor": 8}),
     1048576: (16, 2, {"fsdp": 8, "expert": 1, "context": 64, "tensor": 8}),
 }
+# Mesh for generation by devices: few layers' weights are gathered at a time, and a
+# sequence of a million tokens needs its pages split.
+SERVING = {
+    64: {"fsdp": 1, "expert": 1, "context": 8, "tensor": 8},
+    128: {"fsdp": 1, "expert": 1, "context": 16, "tensor": 8},
+    256: {"fsdp": 1, "expert": 1, "context": 32, "tensor": 8},
+}
 
 
 def get_config(arg=""):
-    options = common.parse_arg(arg, length=8192, layers=93, vision=0)
+    options = common.parse_arg(arg, length=8192, layers=93, vision=0, serve=0)
     length, layers = options["length"], options["layers"]
     if length not in STAGES:
         raise ValueError(f"length={length}: choose one of {list(STAGES)}")
@@ -80,6 +88,10 @@ def get_config(arg=""):
         loss_chunk=2**21,  # 4,096 tokens on a device
     )
     config.mesh.update(mesh)
+    if options["serve"]:
+        if options["serve"] not in SERVING:
+            raise ValueError(f"serve={options['serve']}: choose one of {[*SERVING]}")
+        config.mesh.update(SERVING[options["serve"]])
     if options["vision"]:
         add_vision(config)
     return config

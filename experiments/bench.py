@@ -1,25 +1,28 @@
 """Time one part of the project: python -m experiments.bench --config=... --workdir=DIR
 
 The config names the suite. Results are checked before they are timed. Prints a table;
-writes results.json, and results.png of what was timed, into the workdir.
+writes results.json, and results.png of what was timed, into the workdir; and curves.png
+where a suite follows the time along an axis.
 """
 
 import ast
 import json
 import pathlib
 
+import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from experiments import bench_generation, bench_kda, bench_kda_tpu, cli
+from experiments import bench_generation, bench_kda, bench_kda_tpu, bench_prefill, cli
 from kimi_jax.errors import UserError
 
 SUITES = {
     "kda": bench_kda.run,
     "kda_tpu_static": bench_kda_tpu.run,
     "generation": bench_generation.run,
+    "prefill": bench_prefill.run,
 }
 
 
@@ -31,6 +34,8 @@ def main(overrides: list[str]) -> None:
     (folder / "results.json").write_text(json.dumps(result, indent=2))
     if any(row.get("ms") for row in result["rows"]):
         draw(result["rows"], folder / "results.png")
+    if "curves" in result:
+        draw_curves(result, folder / "curves.png")
     show(result)
 
 
@@ -91,6 +96,29 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
         )
     axes.set_xticks(range(len(cases)), cases, rotation=30, ha="right", fontsize=8)
     axes.set(yscale="log", ylabel="milliseconds")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_curves(result: dict, path: pathlib.Path) -> None:
+    """The points of each curve, and medians of 32 of them in a row."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    for name, curve in result["curves"].items():
+        x_N, y_N = np.array(curve).T
+        (points,) = axes.plot(x_N, y_N, ".", markersize=2, alpha=0.4)
+        parts = max(1, len(curve) // 32)
+        line = [
+            [np.median(part) for part in np.array_split(z_N, parts)]
+            for z_N in (x_N, y_N)
+        ]
+        axes.plot(*line, color=points.get_color(), label=name)
+    axes.set(xlabel=result["axes"][0], ylabel=result["axes"][1], ylim=(0, None))
     axes.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)

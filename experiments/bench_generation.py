@@ -46,7 +46,9 @@ def run(config: ConfigDict) -> dict:
     """Returns the device, versions and one row a measurement."""
     rows: list[dict] = []
     for pattern in config.patterns if config.contexts else ():
-        rows += contexts(pattern, config)
+        for row in contexts(pattern, config):
+            print(f"{pattern}, {row['case']}: {row['ms']:.3g} ms a token", flush=True)
+            rows.append(row)
     if config.prefix:
         rows += fork(config.patterns[0], config)
     return {
@@ -58,7 +60,9 @@ def run(config: ConfigDict) -> dict:
 
 def contexts(pattern: str, config: ConfigDict) -> Iterator[dict]:
     """Rows for decoding and reading after each context."""
-    generator = make(pattern, max(config.contexts) + 4 * config.chunk, 1, config)
+    # Each action is called once more than it is timed.
+    added = (config.rounds + 1) * (config.chunk + config.steps)
+    generator = make(pattern, max(config.contexts) + added, 1, config)
     ask = Ask(config.steps, Sampling(0.0))
     for context in config.contexts:
         sequence = generator.open([1])
@@ -132,7 +136,8 @@ def megabytes(generator: Generator) -> dict[str, float]:
 
 def make(pattern: str, length: int, slots: int, config: ConfigDict) -> Generator:
     values = [f"{name}={value}" for name, value in SIZES.items()]
-    cfg = config_io.from_dict(common.base(), [*values, f"model.attention={pattern}"])
+    values += [f"model.attention={pattern}", *config.model]
+    cfg = config_io.from_dict(common.base(), values)
     model = cfg.model
     return Generator(
         model,

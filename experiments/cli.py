@@ -27,6 +27,14 @@ from kimi_jax import config_io, distributed
 from kimi_jax.config import Config
 from kimi_jax.errors import UserError
 
+_FIELDS = """\
+  --config.a.b=VALUE: sets a field of that file, as in --config.train.steps=100;
+    kimi_jax/config.py says what each field of an experiment means, and
+    configs/common.py has the values that the files start from
+
+With --config=FILE --help tells what that file is for as well.
+"""
+
 
 def run(
     main: Callable[[list[str]], int | None],
@@ -52,6 +60,8 @@ def run(
         required = {"config": config, "workdir": workdir}
         flags.mark_flags_as_required([name for name in required if required[name]])
     argv, overrides = split_overrides(sys.argv)
+    if "--help" in argv:
+        sys.exit(_help(argv))
     _set_xla_flags()
     # Libraries log every checkpoint and device; a run prints its own lines.
     logging.set_verbosity(logging.WARNING)
@@ -84,6 +94,30 @@ def run(
             return 1
 
     app.run(guarded, argv=argv)
+
+
+def _help(argv: Sequence[str]) -> int:
+    """Prints what the command is for, its flags, and what the file in --config asks."""
+    print(inspect.cleandoc(sys.modules["__main__"].__doc__ or ""))
+    print("\nflags:\n")
+    for flag in ("config", "workdir"):  # defined here, not in the command's own file
+        if flag in flags.FLAGS:
+            print(f"  --{flag}: {flags.FLAGS[flag].help}")
+    print(flags.FLAGS.main_module_help().partition("\n")[2])
+    if "config" not in flags.FLAGS:
+        return 0
+    print(_FIELDS)
+    given = [item for item in argv if item.startswith("--config=")]
+    if given:
+        flags.FLAGS.mark_as_parsed()
+        flags.FLAGS["config"].value = given[-1].partition("=")[2]
+        try:
+            file = load_file()
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        print(f"{file.path}:\n\n{inspect.cleandoc(file.module.__doc__ or '')}")
+    return 0
 
 
 def _lost(error: Exception) -> str:
@@ -189,8 +223,8 @@ def _instead(file: pathlib.Path) -> str:
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """(arguments for absl, overrides as "a.b=c").
 
-    A value may be attached or be the next argument; a flag with neither means true, and
-    `--noconfig.a.b` means false.
+    A value may be attached or be the next argument. With neither, "a.b" is left, which
+    means true for a field that may be; `--noconfig.a.b` means false.
     """
     rest, overrides = [], []
     items = list(argv)
@@ -208,5 +242,5 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif items and not items[0].startswith("--"):
             overrides.append(f"{field}={items.pop(0)}")
         else:
-            overrides.append(f"{field}=true")
+            overrides.append(field)
     return rest, overrides

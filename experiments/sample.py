@@ -11,9 +11,11 @@ whose tokenizer and chat template are used. A file has a line {"prompt": ...} or
 command goes on after a kill. --config.mesh.AXIS=N spreads the model over devices.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ from rich.console import Console
 from configs import common
 from experiments import cli
 from kimi_jax import config_io, sharding
+from kimi_jax.data.images import read_header
+from kimi_jax.data.media import MARK
 from kimi_jax.data.tokenizer import Tokenizer
 from kimi_jax.data.tokenizer_files import load_tokenizer
 from kimi_jax.errors import UserError
@@ -83,9 +87,14 @@ class _Setup:
 def main(overrides: list[str]) -> None:
     values, console = flags.FLAGS, Console(stderr=True)
     setup = _set_up()
-    requests = [setup.request(line) for line in setup.prompts]
+    requests = []
+    for line in setup.prompts:
+        with _named(line):
+            requests.append(setup.request(line))
     mesh = _mesh(overrides)
     model, variables = load_model(values.checkpoint, mesh)
+    if model.vision and not values.image and MARK in (values.prompt or ""):
+        raise UserError(f"--prompt has {MARK}; give the file with --image=FILE")
     if values.dtype:
         model = dataclasses.replace(model, dtype=values.dtype)
     if values.image:
@@ -109,10 +118,25 @@ def main(overrides: list[str]) -> None:
         # The first text should not wait for many tokens; a file should not wait at all.
         decode_steps=32 if values.file else 8,
     )
+    for line, request in zip(setup.prompts, requests, strict=True):
+        with _named(line):
+            generator.check_request(request)
     if values.file:
         _file(setup, requests, generator, console)
     else:
         _show(setup, requests, generator)
+
+
+@contextlib.contextmanager
+def _named(line: dict[str, Any]) -> Iterator[None]:
+    """Puts the line of --file before what is wrong with it."""
+    try:
+        yield
+    except UserError as error:
+        if not flags.FLAGS.file:
+            raise
+        where = f"{flags.FLAGS.file}, line {line['line']}"
+        raise UserError(f"{where}: {error}") from error
 
 
 def _set_up() -> _Setup:
@@ -122,15 +146,18 @@ def _set_up() -> _Setup:
         raise UserError("give one of --prompt, --chat and --file")
     if values.file and not values.out:
         raise UserError("--file needs --out, the file that the answers go to")
-    if values.image and values.prompt is None:
-        raise UserError("--image goes with --prompt, which marks each with <image>")
+    _check_images(values.image, values.prompt)
     path, chat = pathlib.Path(values.checkpoint), Chat(None, {}, {}, ())
     if is_published(path):
         name, chat = str(path), load_chat(path)
     else:
         about = checkpoint_files.read_about(checkpoint_files.find(path))
         name = about["config"]["data"]["tokenizer"]
-    tokenizer = load_tokenizer(values.tokenizer or name)
+    try:
+        tokenizer = load_tokenizer(values.tokenizer or name)
+    except UserError as error:
+        message = str(error).replace("config.data.tokenizer=", "--tokenizer=")
+        raise UserError(message) from error
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "seed")
     if values.file:
         prompts = read_prompts(values.file)
@@ -139,6 +166,22 @@ def _set_up() -> _Setup:
     else:
         prompts = [{"prompt": values.prompt}]
     return _Setup(tokenizer, chat, {n: values[n].value for n in names}, prompts)
+
+
+def _check_images(files: list[str], prompt: str | None) -> None:
+    """Raises UserError for what can be told before a model is read."""
+    if not files:
+        return
+    if prompt is None:
+        raise UserError(f"--image goes with --prompt, which marks each with {MARK}")
+    marks = prompt.count(MARK)
+    if marks != len(files):
+        raise UserError(
+            f"--prompt has {marks} {MARK} for {len(files)} --image; write one for "
+            "each, where it belongs"
+        )
+    for file in files:
+        read_header(file)
 
 
 def _mesh(overrides: list[str]) -> Mesh | None:

@@ -47,7 +47,10 @@ class ConfigError(UserError):
 def from_dict(
     values: Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> schema.Config:
-    """Checked `Config` from nested plain values and `a.b=c` overrides.
+    """Checked `Config` from nested plain values and overrides.
+
+    Args:
+      overrides: "a.b=c"; "a.b" sets a switch.
 
     Raises:
       ConfigError: unknown keys (with the nearest name), wrong types, values that are
@@ -130,9 +133,6 @@ def _unknown(path: str, name: str, known: Sequence[str]) -> str:
 
 def _apply_override(tree: dict[str, Any], override: str, problems: list[str]) -> None:
     dotted, equals, text = override.partition("=")
-    if not equals:
-        problems.append(f"config.{dotted}: no value; write --config.{dotted}=VALUE")
-        return
     cls: Any = schema.Config
     node, path, keys = tree, "config", dotted.split(".")
     for depth, key in enumerate(keys):
@@ -143,10 +143,10 @@ def _apply_override(tree: dict[str, Any], override: str, problems: list[str]) ->
         kind, path = known[key], f"{path}.{key}"
         cls = _section_of(kind)
         is_section, is_last = dataclasses.is_dataclass(cls), depth == len(keys) - 1
-        if is_section and is_last and cls is not kind and _parse(kind, text) is None:
-            node[key] = None
-            return
         if is_section and is_last:
+            if equals and cls is not kind and _parse(kind, text) is None:
+                node[key] = None
+                return
             first = next(iter(_types(cls)))
             problems.append(
                 f"{path}: a section, not a value; set its fields one by one, "
@@ -156,8 +156,10 @@ def _apply_override(tree: dict[str, Any], override: str, problems: list[str]) ->
         if not is_section and not is_last:
             problems.append(f"{path}: a value, not a section; it has no fields")
             return
-        if is_last:
-            node[key] = _parse(kind, text)
+        if is_last and not equals and kind is not bool:
+            problems.append(f"{path}: no value; write --{path}=VALUE")
+        elif is_last:
+            node[key] = _parse(kind, text if equals else "true")
         elif cls is not kind and node.get(key) is None:
             problems.append(
                 f"{path}: none in this config, so it has no fields; start from a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 
@@ -51,6 +52,26 @@ DEVICES: dict[str, Device] = {
 # Device kinds by the generation in a topology's name, "v5p" in "v5p:4x4x4".
 GENERATIONS = {"v4": "TPU v4", "v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e"}
 GENERATIONS["tpu7x"] = "TPU7x"
+
+# Slices that can be rented, from the same pages: chips along the sides of the torus.
+_CUBES = (
+    *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
+    *("8x8x16", "8x16x16", "16x16x16"),
+)
+_SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+SLICES = {
+    **dict.fromkeys(("v4", "v5p", "tpu7x"), _CUBES),
+    **dict.fromkeys(("v5e", "v6e"), _SQUARES),
+}
+
+
+def smallest_slice(generation: str, devices: int) -> str | None:
+    """The name of a topology with so many JAX devices; None: there is none."""
+    each = 2 if generation == "tpu7x" else 1
+    for shape in SLICES[generation]:
+        if each * math.prod(map(int, shape.split("x"))) >= devices:
+            return f"{generation}:{shape}"
+    return None
 
 
 def look_up(device_kind: str) -> Device | None:

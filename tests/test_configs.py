@@ -8,7 +8,7 @@ import runpy
 import jax
 import pytest
 
-from experiments import bench
+from experiments import bench, weights
 from kimi_jax import accounting, canonical, config_io, layout, sharding
 from kimi_jax.curriculum.stages import make_stages
 from kimi_jax.modules import vision
@@ -95,6 +95,28 @@ def test_k3_has_a_mesh_for_each_length(length):
     assert math.prod(sizes.values()) == 4096 and config.train.seq_len == length
     assert not sharding.misfits(config, sizes)
     assert config.train.batch_size * length == 2**24
+
+
+@pytest.mark.parametrize("devices", [64, 128, 256])
+def test_k3_has_a_mesh_to_serve_on(devices):
+    config = load("k3", f"serve={devices}")
+    sizes = dataclasses.asdict(config.mesh)
+    assert math.prod(sizes.values()) == devices
+    assert not sharding.misfits(config, sizes)
+    with pytest.raises(ValueError, match=r"choose one of \[64, 128, 256\]"):
+        load("k3", "serve=3")
+
+
+def test_memory_to_serve_k3_is_counted():
+    model = load("k3").model
+    # 69 KDA layers: 96 states of 128 x 128 in float32 and tails of 3 inputs; 24 MLA
+    # layers: 576 values a token.
+    fixed = 69 * (96 * 128 * 128 * 4 + 3 * 3 * 96 * 128 * 2)
+    assert weights.cache_size(model, 2**20) == (fixed, 24 * 576 * 2 * 2**20)
+    rows = {row[0]: row[1:] for row in weights.device_rows(model)}
+    # 5,559.0 GB of 0.9 * 141 GB: 43.8 devices; with a million tokens, 44.04.
+    assert rows["NVIDIA H200"] == ("44", "44", "44", "45", "")
+    assert rows["TPU v5p"][-1] == "v5p:4x4x4" and rows["TPU v5e"][-1] == "none"
 
 
 def test_k3_has_its_published_size():

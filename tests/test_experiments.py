@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -9,6 +10,8 @@ import jax
 import pytest
 
 from experiments import cli
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +43,7 @@ def test_overrides_are_split_from_flags():
         "model.width=8",
         "train.steps=5",
         "optimizer.muon_per_head=false",
-        "model.mla.output_gate=true",
+        "model.mla.output_gate",
     ]
 
 
@@ -64,17 +67,21 @@ def test_mistakes_are_one_message_and_exit_1(tmp_path):
         f"--workdir={workdir}",
         "--config.model.widht=3",
         "--config.train.steps=ten",
+        "--config.train.seq_len",
+        "--config.model.mla.output_gate",
     )
     assert done.returncode == 1
     assert "did you mean config.model.width?" in done.stderr
     assert "config.train.steps='ten': must be int" in done.stderr
+    assert "write --config.train.seq_len=VALUE" in done.stderr
+    assert "has 3 problems" in done.stderr
     assert "Traceback" not in done.stderr and not workdir.exists()
 
 
-def test_tokenize_prints_what_it_made_and_makes_it_once(tmp_path):
+def test_store_prints_what_it_made_and_makes_it_once(tmp_path):
     (tmp_path / "text.txt").write_bytes(b"To be, or not to be")
     arguments = (
-        "experiments.tokenize",
+        "experiments.store",
         "--config=configs/quickstart.py",
         f"--config.data.sources={tmp_path / 'text.txt'}",
         f"--workdir={tmp_path / 'store'}",
@@ -120,6 +127,35 @@ cli.run(lambda _: open({str(file)!r}).close())
     )
     assert done.returncode == 1 and done.stdout == "left with 1\n"
     assert done.stderr == f"error: {file}: No such file or directory\n"
+
+
+def test_help_tells_flags_fields_and_the_config():
+    done = command("experiments.train", "--config=configs/mqar.py", "--help")
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "python -m experiments.train --config=configs/X.py --workdir=DIR",
+        "--workdir: folder of the run",
+        "--config.a.b=VALUE",
+        "kimi_jax/config.py says",
+        "Question:",
+    ):
+        assert words in done.stdout
+    done = command("experiments.sample", "--help")
+    assert done.returncode == 0 and "--max_tokens: most tokens" in done.stdout
+
+
+def test_a_command_may_be_named_by_its_file():
+    """No module here may shadow one that Python itself imports."""
+    done = subprocess.run(
+        [sys.executable, "experiments/train.py", "--config=configs/nowhere.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    modules = {path.stem for path in (ROOT / "experiments").glob("*.py")}
+    assert not modules & sys.stdlib_module_names
 
 
 def test_flags_that_a_run_needs():

@@ -206,7 +206,7 @@ def _read_meta(folder: pathlib.Path) -> Meta:
             + (
                 "an unfinished token store; the command that began it finishes it"
                 if begun
-                else "no token store; make one with python -m experiments.tokenize"
+                else "no token store; make one with python -m experiments.store"
             )
         )
     try:

@@ -137,11 +137,13 @@ class SymbolTokenizer:
           UserError: the text is not numbers below N.
         """
         words = text.decode(errors="replace").split()
-        if not all(word.isdecimal() and int(word) < self.pad for word in words):
-            raise UserError(
-                f"{text[:40]!r} is not symbols of the tokenizer {self.name!r}; write "
-                f"numbers from 0 to {self.pad - 1}, as in '3 17'"
-            )
+        for word in words:
+            if not word.isdecimal() or int(word) >= self.pad:
+                raise UserError(
+                    f"{word[:40]!r} is no token of {self.name!r}, which has the "
+                    f"numbers 0 to {self.pad - 1}; write them with spaces between "
+                    f"them, as in '0 {self.pad - 1} 1'"
+                )
         return np.array([int(word) for word in words], np.uint32)
 
     def decode(self, tokens: Iterable[int] | np.ndarray) -> str:

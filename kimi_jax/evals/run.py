@@ -24,11 +24,11 @@ from kimi_jax.errors import UserError
 from kimi_jax.evals.cells import Cell, make_text, plan
 from kimi_jax.evals.measure import Measure, Record
 from kimi_jax.evals.report import headline, write_report
+from kimi_jax.interop.load import load_variables
 from kimi_jax.modules import transformer
 from kimi_jax.monitor.console import format_seconds
 from kimi_jax.monitor.metrics import replace_file, to_jsonable
 from kimi_jax.train import checkpoint_files
-from kimi_jax.train.checkpoint import restore_params
 from kimi_jax.train.program import compile_fast
 
 IDENTITY, CELLS, RESULTS = "evaluation.json", "cells", "results.json"
@@ -190,16 +190,15 @@ def _claim(folder: pathlib.Path, about: dict[str, Any]) -> None:
 
 def _variables(cfg: Config, checkpoint: str, mesh: jax.sharding.Mesh) -> Any:
     """{"params", "balance"} on the mesh."""
+    if checkpoint != FRESH:
+        return load_variables(checkpoint, cfg.model, mesh)
 
-    def init() -> dict[str, Any]:
+    def init() -> transformer.Variables:
         made = transformer.init(cfg.model, jax.random.key(cfg.train.seed))
         return {"params": made["params"], "balance": made.get("balance", {})}
 
     where = sharding.state_shardings(mesh, jax.eval_shape(init))
-    if checkpoint == FRESH:
-        draw = jax.jit(init, out_shardings=where, compiler_options=compile_fast(mesh))
-        return draw()
-    return restore_params(checkpoint, cfg.model, sharding=where)
+    return jax.jit(init, out_shardings=where, compiler_options=compile_fast(mesh))()
 
 
 def _all(folder: pathlib.Path, records: Sequence[Record]) -> list[Record]:

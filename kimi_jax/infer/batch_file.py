@@ -9,22 +9,33 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kimi_jax.errors import UserError
 
-KNOWN = {
-    "prompt",
-    "messages",
-    "id",
-    "max_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "stop",
-    "seed",
+# What a line may have, and what a value has to be.
+_KNOWN: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "prompt": ("a string", lambda x: isinstance(x, str)),
+    "messages": (
+        "a list of objects",
+        lambda x: isinstance(x, list) and all(isinstance(m, dict) for m in x),
+    ),
+    "id": ("anything", lambda x: True),
+    "stop": (
+        "a string or a list of strings",
+        lambda x: (
+            isinstance(x, str)
+            or (isinstance(x, list) and all(isinstance(s, str) for s in x))
+        ),
+    ),
+    **dict.fromkeys(
+        ("max_tokens", "top_k", "seed"), ("an integer", lambda x: type(x) is int)
+    ),
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p"),
+        ("a number", lambda x: type(x) in (int, float)),
+    ),
 }
 
 
@@ -35,7 +46,11 @@ def read_prompts(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
       UserError: a line that is not such an object; names it.
     """
     lines = []
-    for number, text in enumerate(pathlib.Path(path).read_text().splitlines()):
+    try:
+        content = pathlib.Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{os.fspath(path)} is not UTF-8 text: {error}") from error
+    for number, text in enumerate(content.split("\n")):
         if not text.strip():
             continue
         where = f"{os.fspath(path)}, line {number + 1}"
@@ -47,11 +62,14 @@ def read_prompts(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             raise UserError(
                 f'{where}: write {{"prompt": "..."}} or {{"messages": [...]}}'
             )
-        unknown = sorted(line.keys() - KNOWN)
+        unknown = sorted(line.keys() - _KNOWN)
         if unknown:
-            raise UserError(
-                f"{where}: unknown {unknown[0]!r}; there are {', '.join(sorted(KNOWN))}"
-            )
+            names = ", ".join(sorted(_KNOWN))
+            raise UserError(f"{where}: unknown {unknown[0]!r}; there are {names}")
+        for name, value in line.items():
+            kind, fits = _KNOWN[name]
+            if not fits(value):
+                raise UserError(f"{where}: {name}={json.dumps(value)}: must be {kind}")
         lines.append(line | {"line": number + 1})
     if not lines:
         raise UserError(f"{os.fspath(path)}: no prompts in it")

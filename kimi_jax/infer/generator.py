@@ -119,9 +119,7 @@ class Generator(Slots):
         """
         for index, request in enumerate(requests):
             try:
-                self.check(request.prompt)
-                self._check_ask(len(request.prompt), request.ask)
-                self.check_features(request.prompt, request.features_MD)
+                self.check_request(request)
             except UserError as error:
                 raise UserError(f"request {index}: {error}") from error
         queue = list(enumerate(requests))[::-1]
@@ -138,6 +136,12 @@ class Generator(Slots):
         finally:  # also if the caller takes no more
             for job in jobs:
                 self.close(job.sequence)
+
+    def check_request(self, request: Request) -> None:
+        """Raises UserError unless the prompt can be continued as asked."""
+        self.check(request.prompt)
+        self._check_ask(len(request.prompt), request.ask)
+        self.check_features(request.prompt, request.features_MD)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """`stream`, collected."""
@@ -178,7 +182,7 @@ class Generator(Slots):
 
     def is_long(self, sequence: Live) -> bool:
         """Whether more is pending than a call of `decode` takes."""
-        return len(sequence.pending) > self._steps or sequence.unseen > 0
+        return sequence.waiting > self._steps or sequence.unseen > 0
 
     def decode(self, jobs: Sequence[Job]) -> list[tuple[Job, Piece]]:
         """One call for jobs of which none is long."""
@@ -201,7 +205,7 @@ class Generator(Slots):
         recent_BL = np.full((B, MAX_STOP_TOKENS), -1, np.int32)
         asks: list[Ask | None] = [None] * B
         for job in jobs:
-            slot, pending = job.sequence.slot, job.sequence.pending
+            slot, pending = job.sequence.slot, job.sequence.pending(self._steps)
             forced_BK[slot, : len(pending)] = pending
             forced_B[slot] = len(pending)
             wanted_B[slot] = job.ask.max_tokens - len(job.drawn)

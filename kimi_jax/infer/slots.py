@@ -46,8 +46,13 @@ class Live:
         return 0 if self.features_MD is None else len(self.features_MD) - self.seen
 
     @property
-    def pending(self) -> list[int]:
-        return self.tokens[self.read :]
+    def waiting(self) -> int:
+        """How many tokens are pending."""
+        return len(self.tokens) - self.read
+
+    def pending(self, most: int) -> list[int]:
+        """The first of them. A million may wait: all would be copied for each chunk."""
+        return self.tokens[self.read : self.read + most]
 
 
 class Snapshot(NamedTuple):
@@ -167,8 +172,8 @@ class Slots:
         """Read all pending tokens of the sequences but the last of each."""
         for sequence in sequences:
             self._check_live(sequence)
-        while waiting := [s for s in sequences if len(s.pending) > 1]:
-            self.read_chunk(waiting)
+        while long := [s for s in sequences if s.waiting > 1]:
+            self.read_chunk(long)
 
     def read_chunk(self, sequences: Sequence[Live]) -> None:
         """One call: a chunk of the first sequence of each part of the rows."""
@@ -178,12 +183,12 @@ class Slots:
         chosen: dict[int, tuple[Live, int]] = {}
         for sequence in sequences:
             part = sequence.slot // each
-            count = min(len(sequence.pending) - 1, self._chunk)
+            count = min(sequence.waiting - 1, self._chunk)
             if part in chosen or count < 1:
                 continue
             chosen[part] = sequence, count
             row_S[part] = sequence.slot % each
-            tokens_ST[part, :count] = sequence.pending[:count]
+            tokens_ST[part, :count] = sequence.pending(count)
         if not chosen:
             return
         count_S = np.zeros(self._parts, np.int32)
@@ -201,7 +206,7 @@ class Slots:
                 routes=self.routes,
             )
         for part, (sequence, count) in chosen.items():
-            sequence.seen += self._marks(sequence.pending[:count])
+            sequence.seen += self._marks(sequence.pending(count))
             sequence.read += count
             if self.routes:
                 sequence.routes.append(np.asarray(routes_STLA)[part, :count])

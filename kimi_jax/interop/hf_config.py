@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from kimi_jax import config, config_io
 from kimi_jax.interop import vision_config
 from kimi_jax.interop.entries import InteropError
+from kimi_jax.interop.field_types import wrong_types
 
 CONFIG = "config.json"
 
@@ -156,16 +157,16 @@ def read(folder: str | os.PathLike[str]) -> Release:
         raise InteropError(f"{file}: {error}") from None
 
 
-def parse(published: Mapping[str, Any]) -> Release:
+def parse(published: Any) -> Release:
     """The model that `published`, a config.json, describes.
 
     Raises:
       InteropError: unknown, missing or contradictory fields, all of them.
     """
-    outer = dict(published)
+    problems = list(wrong_types(published))
+    outer = {} if problems else dict(published)
     text = dict(outer.get("text_config") or outer)
-    problems = list(_problems(outer, text))
-    if problems:
+    if problems := problems or list(_problems(outer, text)):
         raise InteropError("cannot be read:\n  " + "\n  ".join(problems))
     try:
         model = config_io.model_from_dict(_values(outer, text))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -66,26 +66,59 @@ def load_model(
         of a model that this library has.
     """
     source = open_source(path, verify=verify)
-    template = template_for(source, mesh, dtype)
+    check_fits(source, source.model)
+    kinds = {name: leaf.dtype for name, leaf in source.arrays.items()}
+    template = _template(
+        source.model, mesh, lambda name, _: kinds[name] if dtype is None else dtype
+    )
     return source.model, read_variables(source, source.model, template)
 
 
-def template_for(source: Source, mesh: Mesh | None, dtype: str | None) -> Any:
-    """Shapes, dtypes and shardings of the variables of a source."""
-    shapes = _shapes(source.model)
-    kinds = {name: leaf.dtype for name, leaf in source.arrays.items()}
+def load_variables(
+    path: str | os.PathLike[str],
+    model: config.Model,
+    mesh: Mesh | None = None,
+    *,
+    dtype: str | None = None,
+) -> transformer.Variables:
+    """The variables of `model`, {"params", "balance"}, from a checkpoint of its arrays.
+
+    Args:
+      path, mesh: see `load_model`; the files of a native checkpoint are verified.
+      model: may fold its layers otherwise than the one that was saved, and may leave
+        out its vision tower.
+      dtype: of all parameters; None: as `model` would draw them.
+
+    Raises:
+      InteropError, CheckpointError: as `load_model`, or the checkpoint holds other
+        arrays than the model has.
+    """
+    source = open_source(path)
+    template = _template(
+        model, mesh, lambda _, leaf: leaf.dtype if dtype is None else dtype
+    )
+    return read_variables(source, model, template)
+
+
+def _template(
+    model: config.Model, mesh: Mesh | None, kind: Callable[[str, Any], Any]
+) -> Any:
+    """Shapes, dtypes and shardings of the variables of a model.
+
+    Args:
+      kind: (canonical name of the first array that a leaf stacks, leaf) -> dtype.
+    """
 
     def place(path: Any, leaf: Any, name: str) -> jax.ShapeDtypeStruct:
         where: Sharding = SingleDeviceSharding(jax.devices()[0])
         if mesh is not None:
             where = NamedSharding(mesh, shardings.parameter_spec(path, leaf))
-        kind = np.dtype(dtype) if dtype is not None else kinds[name]
-        return jax.ShapeDtypeStruct(leaf.shape, kind, sharding=where)
+        to = np.dtype(kind(name, leaf))
+        return jax.ShapeDtypeStruct(leaf.shape, to, sharding=where)
 
-    check_fits(source, source.model)
-    template = {}
-    for collection, tree in shapes.items():
-        firsts = _first_names(source.model, collection, tree)
+    template: dict[str, Any] = {"params": {}, "balance": {}}  # of no experts: empty
+    for collection, tree in _shapes(model).items():
+        firsts = _first_names(model, collection, tree)
         template[collection] = jax.tree_util.tree_map_with_path(place, tree, firsts)
     return template
 

@@ -112,7 +112,7 @@ def read_header(file: pathlib.Path) -> list[Tensor]:
             raise InteropError(f"{file}: two tensors have the name {name}")
         seen.add(name)
         if name != "__metadata__":
-            tensors.append(_tensor(file, name, dict(about), 8 + length, size))
+            tensors.append(_tensor(file, name, about, 8 + length, size))
     return sorted(tensors, key=lambda tensor: tensor.offset)
 
 
@@ -183,10 +183,10 @@ def _weight_map(folder: pathlib.Path) -> dict[str, str] | None:
     if not file.is_file():
         return None
     try:
-        places = json.loads(file.read_bytes())["weight_map"]
+        places = dict(json.loads(file.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise InteropError(f"{file} has no weight_map: {error!r}") from error
-    odd = [name for name in places.values() if pathlib.PurePath(name).name != name]
+    odd = [name for name in places.values() if os.path.basename(str(name)) != name]
     if odd:
         raise InteropError(f"{file}: {odd[0]!r} is not a file name")
     return places
@@ -211,19 +211,18 @@ def _check_index(
         )
 
 
-def _tensor(
-    file: pathlib.Path, name: str, about: dict[str, Any], start: int, size: int
-) -> Tensor:
-    kind = about.get("dtype")
-    if kind not in _DTYPES:
-        raise InteropError(
-            f"{file}: {name} has dtype {kind}; supported are {', '.join(_DTYPES)}"
-        )
+def _tensor(file: pathlib.Path, name: str, pairs: Any, start: int, size: int) -> Tensor:
     try:
+        about = dict(pairs)
+        kind = str(about["dtype"])
         begin, end = map(int, about["data_offsets"])
         shape = tuple(map(int, about["shape"]))
     except (KeyError, TypeError, ValueError) as error:
         raise InteropError(f"{file}: the header of {name} is damaged") from error
+    if kind not in _DTYPES:
+        raise InteropError(
+            f"{file}: {name} has dtype {kind}; supported are {', '.join(_DTYPES)}"
+        )
     tensor = Tensor(name, file, np.dtype(_DTYPES[kind]), shape, start + begin)
     if end - begin != tensor.bytes or begin < 0:
         raise InteropError(

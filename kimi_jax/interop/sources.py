@@ -75,12 +75,13 @@ def is_published(path: str | os.PathLike[str]) -> bool:
     """
     folder = pathlib.Path(path)
     file = folder / hf_config.CONFIG
-    if not file.exists():
-        return any(folder.glob("*.safetensors"))
     try:
-        return "model_type" in json.loads(file.read_bytes())
+        fields = json.loads(file.read_bytes())
     except (OSError, ValueError):
-        return False
+        fields = None
+    if isinstance(fields, dict) and "model_type" in fields:
+        return True
+    return any(folder.glob("*.safetensors"))  # and its config.json is damaged
 
 
 class _PublishedSource:

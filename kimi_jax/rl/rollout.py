@@ -236,7 +236,7 @@ class Rollouts:
         pager, most = generator.pager, self.limits.max_tokens
         part = pager.shard(root.slot)
         free = [s for s in generator.free_slots() if pager.shard(s) == part]
-        read = len(root.pending) == 1
+        read = root.waiting == 1
         return read and bool(free) and pager.room(free[0], most, shared=root.read)
 
     def _start(self, group: Group, sequence: Live) -> None:
@@ -288,7 +288,7 @@ class Rollouts:
         """Read a chunk of each part of the rows; decode. Whether there was any."""
         generator, stats = self.generator, self.statistics
         long = [m.sequence for m in self._members if generator.is_long(m.sequence)]
-        long += [g.root for g in self._groups if g.root and len(g.root.pending) > 1]
+        long += [g.root for g in self._groups if g.root and g.root.waiting > 1]
         if long:
             with self._timed("read_seconds"):
                 generator.read_chunk(long)

@@ -22,7 +22,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from kimi_jax import canonical, config, config_io
-from kimi_jax.modules import transformer
 from kimi_jax.train import checkpoint_files as files
 from kimi_jax.train.checkpoint_files import CheckpointError
 from kimi_jax.train.step import State
@@ -210,43 +209,6 @@ class Checkpointer:
             f"the last whole one is step {self.latest_step()}; free some space or "
             "choose another --workdir, then run the same command to resume"
         )
-
-
-def restore_params(
-    path: str | os.PathLike[str],
-    model: config.Model,
-    *,
-    dtype: str | None = None,
-    sharding: Any = None,
-) -> dict[str, Any]:
-    """{"params", "balance"} of a checkpoint, for evaluation or as a start of training.
-
-    Reads no optimizer state, and nothing of the run but the checkpoint itself.
-
-    Args:
-      path: a workdir, for its newest checkpoint, or one folder `checkpoints/STEP`.
-      model: may fold its layers otherwise than the model that was saved.
-      dtype: of the floating-point parameters; None for those of `model`.
-      sharding: one for all arrays, or a tree of them that is a prefix of the result;
-        None for the default device.
-
-    Raises:
-      CheckpointError: there is no checkpoint, it is damaged or not of this model.
-    """
-    shapes: dict[str, Any] = jax.eval_shape(
-        lambda: transformer.init(model, jax.random.key(0))
-    )
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-    def placed(leaf: Any, where: Any) -> jax.ShapeDtypeStruct:
-        floating = jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
-        to = dtype if dtype is not None and floating else leaf.dtype
-        return jax.ShapeDtypeStruct(leaf.shape, to, sharding=where)
-
-    params = {"params": shapes["params"], "balance": shapes.get("balance", {})}
-    template = jax.tree.map(placed, params, jax.tree.broadcast(sharding, params))
-    return _restore(files.find(path), model, template)
 
 
 def _preservation(train: config.Train) -> preservation_policy.PreservationPolicy:

@@ -72,6 +72,13 @@ def test_a_million_tokens_need_no_more_on_the_chip(name):
     assert memory.temp_size_in_bytes < 4 * (4 * 2 * 2**20 * 8)
 
 
+@pytest.mark.parametrize("heads", [6, 12])
+def test_heads_that_a_device_has_of_k3(heads):
+    """Of its 96 heads over 16 and over 8 devices; their pairs fill no tiles."""
+    x = arrays(1, 256, heads=heads)
+    compiled("v5p:2x2x1", backward, (x, x["v"]))
+
+
 def compile_plain(dtype, width, chunk_size=64):
     """Forward and backward without gate or norms, on the chip with the least memory."""
     wide = (1, 256, 8, width)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from kimi_jax.data.tokenizer import ByteTokenizer
+from kimi_jax.data.tokenizer import ByteTokenizer, SymbolTokenizer
+from kimi_jax.errors import UserError
 
 TOKENIZER = ByteTokenizer()
 
@@ -44,3 +45,12 @@ def test_only_bytes_count_as_bytes() -> None:
     assert table_W.shape == (TOKENIZER.vocab_size,) == (272,)
     assert table_W.sum() == 256
     assert not table_W[[TOKENIZER.pad, TOKENIZER.bos, TOKENIZER.eod]].any()
+
+
+@pytest.mark.parametrize("text", [b"3 a 1", b"3 16"])
+def test_symbols_are_numbers(text: bytes) -> None:
+    symbols = SymbolTokenizer(16)
+    assert symbols.encode(b" 3 15\n").tolist() == [3, 15]
+    word = text.split()[1].decode()
+    with pytest.raises(UserError, match=rf"^'{word}' is no token .* numbers 0 to 15"):
+        symbols.encode(text)

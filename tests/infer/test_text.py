@@ -53,14 +53,26 @@ def test_answers_go_on_after_a_kill(tmp_path):
         ("{", "line 1: not JSON"),
         ('{"prompt": "a", "messages": []}', "line 1: write"),
         ('{"prompt": "a", "heat": 1}', "line 1: unknown 'heat'; there are id"),
+        ('{"prompt": 3}', "line 1: prompt=3: must be a string"),
+        ('{"messages": ["hi"]}', "must be a list of objects"),
+        ('{"prompt": "a", "max_tokens": 1.5}', "max_tokens=1.5: must be an integer"),
+        ('{"prompt": "a", "top_p": "1"}', 'top_p="1": must be a number'),
+        ('{"prompt": "a", "stop": 5}', "stop=5: must be a string or a list of"),
         ("\n", "no prompts in it"),
+        (b"\xff", "is not UTF-8 text"),
     ],
 )
 def test_unfit_files_of_prompts_are_refused(tmp_path, text, message):
     file = tmp_path / "prompts.jsonl"
-    file.write_text(text)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=message):
         read_prompts(file)
+
+
+def test_a_line_ends_where_it_ends(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a\u2028b"}\r\n', encoding="utf-8", newline="")
+    assert read_prompts(file) == [{"prompt": "a\u2028b", "line": 1}]
 
 
 @pytest.fixture

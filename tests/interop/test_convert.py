@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from kimi_jax.interop import from_native, safetensors_files, staging, to_native
+from kimi_jax.interop import from_native, safetensors_files, sources, staging, to_native
 from kimi_jax.interop.entries import InteropError
 from kimi_jax.train import checkpoint_files as files
 from tests.interop import goldens
@@ -222,6 +222,22 @@ def test_damaged_files_are_named(tmp_path):
     assert "no safetensors file, or is cut short" in refusal(source, tmp_path)
     file.write_bytes(whole.replace(b'"F32"', b'"F8X"', 1))
     assert "has dtype F8X" in refusal(source, tmp_path)
+    for about in (b"null", b"3", b'{"dtype":"F32","shape":[1]}'):
+        header = b'{"one":' + about + b"}"
+        file.write_bytes(len(header).to_bytes(8, "little") + header)
+        assert "the header of one is damaged" in refusal(source, tmp_path)
+    index = source / safetensors_files.INDEX
+    index.write_text('{"weight_map": {"a": 3}}')
+    assert "3 is not a file name" in refusal(source, tmp_path)
+    index.write_text('{"weight_map": 3}')
+    assert "has no weight_map" in refusal(source, tmp_path)
+
+
+def test_a_config_that_is_no_json_is_named(tmp_path):
+    source = goldens.copy("kimi_linear_tiny", tmp_path / "hf")
+    (source / "config.json").write_text("{")
+    assert sources.is_published(source)
+    assert "config.json is not JSON" in refusal(source, tmp_path)
 
 
 def test_two_tensors_with_one_name(tmp_path):

@@ -71,6 +71,33 @@ def test_unknown_quantisation_is_refused():
     assert "weights.group_size=16: only 32 is supported" in message
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("num_hidden_layers", None, "num_hidden_layers=null: must be an integer"),
+        ("num_experts", "8", 'num_experts="8": must be an integer above 0'),
+        ("attn_res_block_size", "x", "must be a number above 0, or null"),
+        ("linear_attn_config", None, "linear_attn_config=null: must be an object"),
+        ("quantization_config", [4], r"quantization_config=\[4\]: must be an object"),
+        (
+            "linear_attn_config",
+            {"kda_layers": [1, "a"]},
+            r'linear_attn_config.kda_layers=\[1, "a"\]: must be a list of integers',
+        ),
+        (
+            "quantization_config",
+            {"config_groups": {"g": 3}},
+            "quantization_config.config_groups.g=3: must be an object",
+        ),
+    ],
+)
+def test_fields_of_other_types_are_refused(field, value, words):
+    with pytest.raises(InteropError, match=words):
+        hf_config.parse({**goldens.config(), field: value})
+    with pytest.raises(InteropError, match="no JSON object"):
+        hf_config.parse([])
+
+
 def test_models_that_no_release_can_express():
     model = hf_config.read(goldens.FOLDER / "k3_tiny").model
     kda = dataclasses.replace(model.kda, conv_width=None)

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from kimi_jax import config, sharding
+from kimi_jax import canonical, config, sharding
 from kimi_jax.interop import load, mxfp4, to_native
 from kimi_jax.interop.entries import InteropError
-from kimi_jax.interop.load import load_model
+from kimi_jax.interop.load import load_model, load_variables
 from kimi_jax.train import checkpoint, loop, session
+from kimi_jax.train import checkpoint_files as files
 from kimi_jax.train.step import init_state
 from tests import tiny
 from tests.interop import goldens
@@ -32,10 +33,30 @@ def test_native_and_published_are_the_same_model(name, tmp_path):
     here, published = load_model(goldens.FOLDER / name)
     assert there == here
     same(native, published)
-    # orbax reads what we wrote; packed experts it does not know.
-    if "mxfp4" not in name and "vision" not in name:
-        restored = checkpoint.restore_params(tmp_path / "native", here, dtype="float32")
-        same(restored, load_model(goldens.FOLDER / name, dtype="float32")[1])
+    # What the caller's model asks for: float32 from whatever is stored, packed or not.
+    wide = load_variables(tmp_path / "native", here)
+    same(wide, load_model(goldens.FOLDER / name, dtype="float32")[1])
+    if here.vision is not None:
+        text = dataclasses.replace(here, vision=None)
+        only = load_variables(tmp_path / "native", text)
+        assert wide["params"].pop("vision")
+        same(only, wide)
+
+
+def test_orbax_reads_what_was_converted(tmp_path):
+    folder = goldens.FOLDER / "kimi_linear_tiny"
+    to_native.to_native(folder, tmp_path / "native", workers=2)
+    found = files.find(tmp_path / "native")
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    stored = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
+        for name, x in files.stored_arrays(found).items()
+    }
+    read = files.read_arrays(found, stored)
+    model, variables = load_model(tmp_path / "native")
+    flat = canonical.flatten(model, variables)
+    assert read.keys() == flat.keys()
+    same(read, flat)
 
 
 def test_packed_experts_arrive_dequantised():

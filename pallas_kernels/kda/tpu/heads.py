@@ -43,8 +43,13 @@ def store(ref: Any, heads: list[Array], words: bool) -> None:
 
 
 def _paired(ref: Any) -> bool:
-    """Whether words hold two heads; Mosaic has loads with a stride up to 128 lanes."""
-    return ref.dtype == jnp.bfloat16 and ref.shape[2] % 2 == 0 and ref.shape[3] <= 128
+    """Whether words hold two heads.
+
+    Mosaic has loads with a stride up to 128 lanes, and joins two axes if its tiles,
+    which have as many rows as there are pairs but at most 4, do not reach over pairs.
+    """
+    heads, width = ref.shape[2:]
+    return ref.dtype == jnp.bfloat16 and width <= 128 and heads in (4, 8, 16)
 
 
 def _words(ref: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tokenise text once: python -m experiments.tokenize --config=... --workdir=STORE
+"""Tokenise text once: python -m experiments.store --config=... --workdir=STORE
 
 Writes the one source of `config.data.sources`, with `config.data.tokenizer`, as a token
 store, which `config.data.sources` of any run may then name. The same command goes on
