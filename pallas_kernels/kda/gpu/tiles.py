@@ -63,21 +63,6 @@ def exp2_again(x):
 
 
 @triton.jit
-def anew(x):
-    """An int32 that the compiler cannot tell from x, yet takes for another value.
-
-    What is computed from it, such as the addresses of a tile, is not kept in registers
-    for the next use.
-    """
-    if INTERPRETED:
-        return x
-    else:
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [x], tl.int32, False, 1
-        )
-
-
-@triton.jit
 def reciprocal(x):
     """1 / x in one instruction."""
     if INTERPRETED:
@@ -89,15 +74,22 @@ def reciprocal(x):
 
 
 @triton.jit
+def power_of_two(x):
+    """The power of two at or below a float32 >= 0, within 2^100 of 1; 1 for 0."""
+    bits = tl.cast(x, tl.int32, bitcast=True) & 0x7F800000
+    power = tl.clamp(tl.cast(bits, tl.float32, bitcast=True), 2.0**-100, 2.0**100)
+    return tl.where(x > 0.0, power, 1.0)
+
+
+@triton.jit
 def dot(a, b, DOT: tl.constexpr):
     """a @ b with operands rounded to DOT, accumulated in float32."""
     return tl.dot(a.to(DOT), b.to(DOT), input_precision="tf32x3")
 
 
 @triton.jit
-def stretch_sum(w, x, DOT: tl.constexpr):
-    """w @ x for a matrix of 0 and 1, nearly in float32: x goes in two halves."""
-    ones = w.to(tl.float32).to(DOT)
+def sum_rows(ones, x, DOT: tl.constexpr):
+    """ones @ x for a matrix of 0 and 1, nearly in float32: x goes in two halves."""
     if tl.float32 == DOT:
         total = tl.dot(ones, x, input_precision="tf32x3")
     else:
@@ -105,6 +97,12 @@ def stretch_sum(w, x, DOT: tl.constexpr):
         low = (x - high.to(tl.float32)).to(DOT)
         total = tl.dot(ones, low, tl.dot(ones, high))
     return total
+
+
+@triton.jit
+def stretch_sum(w, x, DOT: tl.constexpr):
+    """`sum_rows` for a mask."""
+    return sum_rows(w.to(tl.float32).to(DOT), x, DOT)
 
 
 @triton.jit
@@ -142,7 +140,7 @@ def store_rows(
 def tile_offsets(tile, R: tl.constexpr, D: tl.constexpr):
     """Offsets of tile number `tile` of an array of [R,D] tiles."""
     inside = tl.arange(0, R)[:, None] * D + tl.arange(0, D)[None, :]
-    return tile.to(tl.int64) * (R * D) + inside
+    return tl.cast(tile, tl.int64) * (R * D) + inside
 
 
 @triton.jit
@@ -211,15 +209,6 @@ def write_strength(raw, real, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr):
 
 
 @triton.jit
-def inverse_norm(x, NORM: tl.constexpr, C: tl.constexpr):
-    """[C]: what to multiply rows by to normalise them."""
-    if NORM:
-        return tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6)
-    else:
-        return tl.full([C], 1.0, tl.float32)
-
-
-@triton.jit
 def grid_ij(C: tl.constexpr):
     return tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
 
@@ -241,18 +230,12 @@ def pair_factor(g, level, C: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def wide_exponents(
-    g, C: tl.constexpr, WIDE: tl.constexpr, SCAN: tl.constexpr, DOT: tl.constexpr
-):
-    """Decay since the start of the block [C,K]; sums over first block and chunk [K]."""
+def wide_exponents(g, C: tl.constexpr, WIDE: tl.constexpr):
+    """Decay since the start of the block [C,K]; sums over first block and rest [K]."""
     first_block = tl.arange(0, C)[:, None] < WIDE
     first = tl.sum(tl.where(first_block, g, 0.0), axis=0)
-    if SCAN:
-        since = tl.cumsum(g, axis=0) - tl.where(first_block, 0.0, first[None, :])
-    else:
-        i, j = grid_ij(C)
-        since = stretch_sum((i >= j) & (i // WIDE == j // WIDE), g, DOT)
-    return since, first, tl.sum(g, axis=0)
+    since = tl.cumsum(g, axis=0) - tl.where(first_block, 0.0, first[None, :])
+    return since, first, tl.sum(tl.where(first_block, 0.0, g), axis=0)
 
 
 @triton.jit
@@ -273,25 +256,19 @@ def from_start(row, first, C: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def to_block_end(column, first, total, C: tl.constexpr, WIDE: tl.constexpr):
+def to_block_end(column, first, rest, C: tl.constexpr, WIDE: tl.constexpr):
     """Decay after the token up to the end of its block, from column factors."""
     first_block = tl.arange(0, C)[:, None] < WIDE
     # One select a vector: a select between two makes Triton move whole tiles.
     column *= tl.where(first_block, exp2(first + SHIFT)[None, :], 1.0)
-    return column * tl.where(first_block, 1.0, exp2(total - first + SHIFT)[None, :])
+    return column * tl.where(first_block, 1.0, exp2(rest + SHIFT)[None, :])
 
 
 @triton.jit
-def to_end(block_end, first, total, C: tl.constexpr, WIDE: tl.constexpr):
+def to_end(block_end, rest, C: tl.constexpr, WIDE: tl.constexpr):
     """exp2(G_last - G)."""
     first_block = tl.arange(0, C)[:, None] < WIDE
-    return block_end * tl.where(first_block, exp2(total - first)[None, :], 1.0)
-
-
-@triton.jit
-def wide_mask(C: tl.constexpr, WIDE: tl.constexpr):
-    i, j = grid_ij(C)
-    return (i > j) & (i // WIDE == j // WIDE)
+    return block_end * tl.where(first_block, exp2(rest)[None, :], 1.0)
 
 
 @triton.jit
