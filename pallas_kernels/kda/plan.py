@@ -19,7 +19,8 @@ LEAST_CHUNKS = 16
 class Chunks(NamedTuple):
     """Tiles a, p [N,C,C]; qp, kb, kr [N,C,K]; vectors gam [N,K], b [N,C].
 
-    norms [N,2,C] normalise q and k; sums [N,2,K] are log2 decays. N counts batch rows, chunks and value heads, the last fastest.
+    norms [N,2,C] normalise q and k; sums [N,2,K] are log2 decays. N counts batch rows,
+    chunks and value heads, the last fastest.
     """
 
     a: Array
@@ -39,9 +40,6 @@ class Plan:
     INTRA_WARPS = 4
     GRADS_WARPS = 4
     GRADS_WIDTH = 32
-    GRADS_REGISTERS = None
-    INTRA_REGISTERS = None
-    INTRA_WIDTH = 64
 
     def __init__(self, inputs: Inputs, codes: Array | None, options: Options):
         self.B, self.T, self.H, self.K = inputs.q.shape
@@ -133,8 +131,6 @@ class Plan:
                 self.N,
                 num_warps=self.INTRA_WARPS,
                 num_stages=1,
-                max_registers=self.INTRA_REGISTERS,
-                W=min(self.K, self.INTRA_WIDTH),
                 **self.activations(),
             )
         )
@@ -256,6 +252,7 @@ class Plan:
         ones = jnp.tril(jnp.ones((self.C, self.C), self.dtype))
         arrays |= {"sums": chunks.sums, "gam": chunks.gam, "ones": ones}
         names = ("T", "scale", "bound", "H", "HV", "K", "C", "WIDE", "GATE", "NORM")
+        names += ("SIGMOID", "PACKED")
         dq, dk, dg, dA, dbias, rise = launch(
             grads_kernel,
             arrays,
@@ -263,11 +260,10 @@ class Plan:
             self.N * parts,
             num_warps=self.GRADS_WARPS,
             num_stages=1,
-            max_registers=self.GRADS_REGISTERS,
             V=self.V,
             W=width,
             N=self.N,
-            **self._some((*names, "PACKED")),
+            **self._some(names),
         )
         dq, dk = (self._sum_groups(dx, x) for dx, x in ((dq, inputs.q), (dk, inputs.k)))
         dbeta = self._by_token(db, rise).astype(inputs.beta.dtype)

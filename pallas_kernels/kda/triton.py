@@ -31,7 +31,7 @@ WIDTHS = (16, 32, 64, 128)
 
 
 class Residuals(NamedTuple):
-    """For the backward pass; s [N,V,K] are states, transposed; x [N,C,V]; o [B,T,HV,V]."""
+    """For the backward pass: s [N,V,K], transposed states; x [N,C,V]; o [B,T,HV,V]."""
 
     inputs: Inputs
     codes: Array | None

@@ -27,7 +27,7 @@ CONSTANTS = {
 def kernels():
     from pallas_kernels.kda.gpu import grads, intra, pairs, scan, step
 
-    yield intra.intra_kernel, {"W": 64}
+    yield intra.intra_kernel, {}
     yield scan.scan_kernel, {}
     yield scan.reverse_kernel, {}
     yield pairs.pairs_kernel, {}

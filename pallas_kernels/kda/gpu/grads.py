@@ -12,9 +12,9 @@ q and k grow with exp(G) where they are rows and with exp(-G) where they are col
 so the gradient by G needs no further product. dg is the sum of dG over later tokens.
 
 Sums over all channels are known beforehand, from products over V (see `pairs.py`), so
-that programs of W channels need nothing from each other. Gradients are kept in units of
-`size`, a power of two: the factors of `tiles.py` fill the exponents of float32, and tiny
-gradients would fall out below.
+that programs of W channels need nothing from each other. Gradients are kept in units
+of `size`, a power of two: the factors of `tiles.py` fill the exponents of float32, and
+tiny gradients would fall out below.
 """
 
 import triton
@@ -28,16 +28,19 @@ from pallas_kernels.kda.gpu.tiles import (
     level_mask,
     levels,
     load_rows,
+    load_vector,
     log2_decay,
     outer_factors,
     pair_factor,
+    place_of,
     real_rows,
+    rounded,
     run_masks,
     sigmoid,
     softplus,
     store_rows,
     sum_rows,
-    tile_offsets,
+    tile_pointers,
     to_block_end,
     wide_column,
     wide_row,
@@ -108,7 +111,7 @@ def level_terms(
 
 @triton.jit
 def level_grads(
-    q, k, decay, do, x, dr, s, ds, dp, dl, dq_out, dk_out,
+    q, k, decay, out, x, r, s, ds, p_pairs, l_pairs, dq_out, dk_out,
     tile, n, start, h, column, real, b, enters, leaves, own, q_dq, k_dk, q_inverse,
     k_inverse, size, scale, T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -122,13 +125,9 @@ def level_grads(
     q_unit *= q_inverse[:, None]
     q_rows = scale * q_unit
     at = tl.where(leaves & real, tl.arange(0, C), -1)
-    square = tile_offsets(tile, C, C)
     dq, dk, dg, rise, more = level_terms(
-        q_rows, k_rows, decay, load_rows(do, n, start, h, 0, real, T, HV, V, C, V),
-        tl.load(x + tile_offsets(tile, C, V)), tl.load(dr + tile_offsets(tile, C, V)),
-        state_columns(s, tile, column, K, V, W),
-        state_columns(ds, tile, column, K, V, W), tl.load(dp + square),
-        tl.load(dl + square), b, enters, leaves, at == tl.max(at), 1.0 / size, C, DOT,
+        q_rows, k_rows, decay, out, x, r, s, ds, p_pairs, l_pairs, b, enters, leaves,
+        at == tl.max(at), 1.0 / size, C, DOT,
     )
     dq = scale * (size * dq + own[:, None] * k_rows)
     dq = norm_backward(dq, q_unit, q_inverse, q_dq, NORM)
@@ -140,11 +139,10 @@ def level_grads(
 
 
 @triton.jit
-def halves(x, C: tl.constexpr, WIDE: tl.constexpr):
+def halves(x, C: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr):
     """The first block's rows, and the others, 0 elsewhere."""
     first = tl.arange(0, C)[:, None] < WIDE
-    zero = tl.zeros_like(x)
-    return tl.where(first, x, zero), tl.where(first, zero, x)
+    return tl.where(first, x, 0.0).to(DOT), tl.where(first, 0.0, x).to(DOT)
 
 
 @triton.jit
@@ -157,17 +155,15 @@ def wide_rows(
     near_1 and near_2 hold the first and the second block's columns, else 0; far holds
     the first block's, up to its end. What rows take from the wrong block is dropped.
     """
-    i, _ = grid_ij(C)
+    first = tl.arange(0, C)[:, None] < WIDE
     x = dot(rows, state, DOT)
     # One select a vector: a select between two makes Triton move whole tiles.
-    x *= tl.where(i < WIDE, 1.0, ahead[None, :]) * unit
+    x *= tl.where(first, unit * UNSHIFT, (ahead * (unit * UNSHIFT))[None, :])
     x = tl.where(enters[:, None], x, 0.0)
     if C > WIDE:
-        x += tl.where(i < WIDE, 0.0, dot(pairs, far, DOT))
-        x = tl.dot(pairs, near_2, x * UNSHIFT)
-    else:
-        x *= UNSHIFT
-    return x + tl.where(i < WIDE, dot(pairs, near_1, DOT), 0.0)
+        x += tl.where(first, 0.0, UNSHIFT) * dot(pairs, far, DOT)
+        x = tl.dot(pairs, near_2, x)
+    return x + tl.where(first, dot(pairs, near_1, DOT), 0.0)
 
 
 @triton.jit
@@ -176,15 +172,15 @@ def wide_columns(
     C: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):
     """X dS'^T, that plus the pairs of two blocks, and the pairs inside blocks."""
-    i, _ = grid_ij(C)
-    fall = dot(x, state, DOT) * tl.where(i < WIDE, behind[None, :], 1.0) * unit
+    first = tl.arange(0, C)[:, None] < WIDE
+    fall = dot(x, state, DOT) * tl.where(first, (behind * unit)[None, :], unit)
     fall = tl.where(leaves[:, None], fall, 0.0)
     both = fall
     inside = tl.dot(l_pairs.T, k_1, dot(p_pairs.T, q_1, DOT))
     if C > WIDE:
         second = tl.dot(l_pairs.T, k_2, dot(p_pairs.T, q_2, DOT))
-        both += tl.where(i < WIDE, second * UNSHIFT, 0.0)
-        inside = tl.where(i < WIDE, inside, second)
+        both += tl.where(first, UNSHIFT, 0.0) * second
+        inside = tl.where(first, inside, second)
     return fall, both, inside
 
 
@@ -203,13 +199,13 @@ def decay_part(
 
 @triton.jit
 def finish_gate(
-    g, A_log, dt_bias, ones, dg_out, dA_out, dbias_out, dg, last, size, same, leaves, real,
-    bound, tile, n, start, h, column, T,
+    g, A_log, dt_bias, ones, dg_out, dA_out, dbias_out, dg, last, size, same, leaves,
+    real, bound, tile, n, start, h, column, T,
     HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     GATE: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):
     """From the gradient by G to those by g, A_log and dt_bias."""
-    upper = tl.load(ones + tile_offsets(0, C, C)).T
+    upper = tl.load(tile_pointers(ones, 0, C, C)).T
     if PACKED:
         upper = tl.where(same, upper, 0.0).to(DOT)
     dg = sum_rows(upper, dg, DOT)
@@ -230,69 +226,66 @@ def finish_gate(
 def state_columns(states, tile, column, K: tl.constexpr, V: tl.constexpr,
                   W: tl.constexpr):
     """W columns of a transposed state [V,K]."""
-    at = tile.to(tl.int64) * (V * K) + column
-    return tl.load(states + at + tl.arange(0, V)[:, None] * K + tl.arange(0, W)[None, :])
+    states += tile.to(tl.int64) * (V * K) + column
+    return tl.load(states + (tl.arange(0, V)[:, None] * K + tl.arange(0, W)[None, :]))
 
 
 @triton.jit
 def wide_grads(
-    q, k, decay, do, x, dr, s, ds, dp, dl, ones, sums, dq_out, dk_out,
+    q, k, decay, out, x, r, s, ds, p_pairs, l_pairs, ones, sums, dq_out, dk_out,
     tile, n, start, h, column, real, b, enters, leaves, own, q_dq, k_dk, q_inverse,
     k_inverse, size, scale, T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr,
-    DOT: tl.constexpr,
+    RISE: tl.constexpr, DOT: tl.constexpr,
 ):
     """Bounded gate: writes dq, dk. Returns dG, rise . k, and what its last row gets."""
     key = h // (HV // H)
     i, _ = grid_ij(C)
     vector = sums + tile.to(tl.int64) * (2 * K) + column + tl.arange(0, W)
     first, rest = tl.load(vector), tl.load(vector + K)
-    lower = tl.load(ones + tile_offsets(0, C, C))
+    lower = tl.load(tile_pointers(ones, 0, C, C))
     since = sum_rows(lower, decay, DOT) - tl.where(i < WIDE, 0.0, first[None, :])
     k_rows = load_rows(k, n, start, key, column, real, T, H, K, C, W)
     k_rows *= k_inverse[:, None]
-    near_1, near_2 = halves((k_rows * wide_column(since)).to(DOT), C, WIDE)
-    to_end = to_block_end(wide_column(since), first, rest, C, WIDE)
-    far, _ = halves((k_rows * to_end).to(DOT), C, WIDE)
+    factor = wide_column(since)
+    near_1, near_2 = halves(k_rows * factor, C, WIDE, DOT)
+    far, _ = halves(k_rows * to_block_end(factor, first, rest, C, WIDE), C, WIDE, DOT)
     unit = 1.0 / size
-    state = state_columns(s, tile, column, K, V, W)
-    p_pairs = tl.load(dp + tile_offsets(tile, C, C))
-    out = load_rows(do, n, start, h, 0, real, T, HV, V, C, V).to(DOT)
     pairs = wide_rows(
-        out, state, p_pairs, near_1, near_2, far, exp2(first), enters, unit, C, WIDE,
-        DOT,
+        out, s, p_pairs, near_1, near_2, far, exp2(first), enters, unit, C, WIDE, DOT
     )
     q_unit = load_rows(q, n, start, key, column, real, T, H, K, C, W)
     q_unit *= q_inverse[:, None]
-    q_left = (scale * q_unit * wide_row(since)).to(DOT)
-    q_1, q_2 = halves(q_left, C, WIDE)
-    dg = q_left.to(tl.float32) * pairs
-    dq = scale * (size * (wide_row(since) * pairs) + own[:, None] * k_rows)
+    factor = wide_row(since)
+    left = rounded(q_unit * (scale * factor))
+    q_1, q_2 = halves(left, C, WIDE, DOT)
+    dg = left * pairs
+    dq = (scale * size) * (factor * pairs) + (scale * own)[:, None] * k_rows
     dq = norm_backward(dq, q_unit, q_inverse, q_dq, NORM)
     store_rows(dq_out, dq, n, start, h, column, T, HV, K, C, W)
     dk = q_unit * (scale * unit * own)[:, None]
-    l_pairs = tl.load(dl + tile_offsets(tile, C, C))
     pairs = wide_rows(
-        tl.load(dr + tile_offsets(tile, C, V)), state, l_pairs, near_1, near_2, far,
-        exp2(first), enters, -unit, C, WIDE, DOT,
+        r, s, l_pairs, near_1, near_2, far, exp2(first), enters, -unit, C, WIDE, DOT
     )
-    k_left = (b[:, None] * k_rows * wide_row(since)).to(DOT)
-    k_1, k_2 = halves(k_left, C, WIDE)
-    dg += k_left.to(tl.float32) * pairs
-    pairs *= wide_row(since)
-    k_rise = tl.sum(k_rows * pairs, axis=1)
-    dk += b[:, None] * pairs
+    factor = b[:, None] * wide_row(since)
+    left = rounded(k_rows * factor)
+    k_1, k_2 = halves(left, C, WIDE, DOT)
+    dg += left * pairs
+    k_rise = tl.zeros([C], tl.float32)
+    if RISE:
+        k_rise += tl.sum(k_rows * wide_row(since) * pairs, axis=1)
+    dk += factor * pairs
     fall, both, inside = wide_columns(
-        tl.load(x + tile_offsets(tile, C, V)), state_columns(ds, tile, column, K, V, W),
-        p_pairs, l_pairs, q_1, q_2, k_1, k_2, exp2(rest), leaves, unit, C, WIDE, DOT,
+        x, ds, p_pairs, l_pairs, q_1, q_2, k_1, k_2, exp2(rest), leaves, unit, C, WIDE,
+        DOT,
     )
     factor = wide_column(since)
-    dg -= (k_rows * factor).to(DOT).to(tl.float32) * inside
+    dg -= rounded(k_rows * factor) * inside
     dk += factor * inside
     factor = to_block_end(factor, first, rest, C, WIDE)
     dk += factor * both
-    factor = (k_rows * factor).to(DOT).to(tl.float32)
+    factor = rounded(k_rows * factor)
     more = tl.sum(factor * fall, axis=0)
     dg -= factor * both
     dk = norm_backward(size * dk, k_rows, k_inverse, k_dk, NORM)
@@ -308,54 +301,56 @@ def grads_kernel(
     T, scale, bound, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, GATE: tl.constexpr,
-    NORM: tl.constexpr, PACKED: tl.constexpr,
+    NORM: tl.constexpr, SIGMOID: tl.constexpr, PACKED: tl.constexpr,
 ):
     """Per chunk, head and W channels, as registers hold no more.
 
-    Writes dq, dk, dg, the chunk's parts of dA_log and ddt_bias, and the W channels'
-    part of rowsum(k . rise).
+    Writes dq, dk, dg, the chunk's parts of dA_log and ddt_bias, and, for a write
+    strength that is no sigmoid, the W channels' part of rowsum(k . rise).
     """
     DOT: tl.constexpr = s.dtype.element_ty
     part = tl.program_id(0) % (K // W)
     tile, column = tl.program_id(0) // (K // W), part * W
-    h = tile % HV
-    chunks = tl.cdiv(T, C)
-    start = (tile // HV) % chunks * C
-    n = tile // (HV * chunks)
+    h, n, start = place_of(tile, T, HV, C)
     real = real_rows(ids, n, start, T, C, PACKED)
     same, enters, leaves, _ = run_masks(ids, n, start, T, C, PACKED)
     size = tl.load(sizes + tile)
-    row = tile.to(tl.int64) * C + tl.arange(0, C)
-    b_c = tl.load(b + row)
-    row = tile.to(tl.int64) * (3 * C) + tl.arange(0, C)
-    own, q_dq, k_dk = (
-        tl.load(rows + row), tl.load(rows + row + C), tl.load(rows + row + 2 * C),
-    )
-    row = tile.to(tl.int64) * (2 * C) + tl.arange(0, C)
-    q_inverse, k_inverse = tl.load(norms + row), tl.load(norms + row + C)
-    both = state_columns(s, tile, column, K, V, W).to(tl.float32)
-    both *= state_columns(ds, tile, column, K, V, W).to(tl.float32)
-    last = tl.sum(both, axis=0) / size
+    b_c = load_vector(b, tile, 0, 1, C)
+    own, q_dq = load_vector(rows, tile, 0, 3, C), load_vector(rows, tile, 1, 3, C)
+    k_dk = load_vector(rows, tile, 2, 3, C)
+    q_inverse = load_vector(norms, tile, 0, 2, C)
+    k_inverse = load_vector(norms, tile, 1, 2, C)
+    # All at once, while registers are free: they go to shared memory.
+    s_c = state_columns(s, tile, column, K, V, W)
+    ds_c = state_columns(ds, tile, column, K, V, W)
+    out = load_rows(do, n, start, h, 0, real, T, HV, V, C, V).to(DOT)
+    r = tl.load(tile_pointers(dr, tile, C, V))
+    x_c = tl.load(tile_pointers(x, tile, C, V))
+    p_pairs = tl.load(tile_pointers(dp, tile, C, C))
+    l_pairs = tl.load(tile_pointers(dl, tile, C, C))
+    last = tl.sum(s_c.to(tl.float32) * ds_c.to(tl.float32), axis=0) / size
     last *= tl.load(gam + tile.to(tl.int64) * K + column + tl.arange(0, W))
-    tl.debug_barrier()
     _, _, decay = decay_part(
         g, A_log, dt_bias, bound, real, n, start, h, column, T, HV, K, C, W, GATE
     )
     if WIDE > 0:
         dg, k_rise, more = wide_grads(
-            q, k, decay, do, x, dr, s, ds, dp, dl, ones, sums, dq_out, dk_out, tile, n,
-            start, h, column, real, b_c, enters, leaves, own, q_dq, k_dk, q_inverse, k_inverse,
-            size, scale, T, H, HV, K, V, C, W, WIDE, NORM, DOT,
+            q, k, decay, out, x_c, r, s_c, ds_c, p_pairs, l_pairs, ones, sums, dq_out,
+            dk_out, tile, n, start, h, column, real, b_c, enters, leaves, own, q_dq,
+            k_dk, q_inverse, k_inverse, size, scale, T, H, HV, K, V, C, W, WIDE, NORM,
+            not SIGMOID, DOT,
         )
     else:
         dg, k_rise, more = level_grads(
-            q, k, decay, do, x, dr, s, ds, dp, dl, dq_out, dk_out, tile, n, start, h,
-            column, real, b_c, enters, leaves, own, q_dq, k_dk, q_inverse, k_inverse,
-            size, scale, T, H, HV, K, V, C, W, NORM, DOT,
+            q, k, decay, out, x_c, r, s_c, ds_c, p_pairs, l_pairs, dq_out, dk_out, tile,
+            n, start, h, column, real, b_c, enters, leaves, own, q_dq, k_dk, q_inverse,
+            k_inverse, size, scale, T, H, HV, K, V, C, W, NORM, DOT,
         )
-    at = (part.to(tl.int64) * N + tile) * C + tl.arange(0, C)
-    tl.store(rise_out + at, size * k_rise)
+    if not SIGMOID:
+        at = (part.to(tl.int64) * N + tile) * C + tl.arange(0, C)
+        tl.store(rise_out + at, size * k_rise)
     finish_gate(
         g, A_log, dt_bias, ones, dg_out, dA_out, dbias_out, dg, last + more, size, same,
-        leaves, real, bound, tile, n, start, h, column, T, HV, K, C, W, GATE, PACKED, DOT,
+        leaves, real, bound, tile, n, start, h, column, T, HV, K, C, W, GATE, PACKED,
+        DOT,
     )

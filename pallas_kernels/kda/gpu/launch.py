@@ -31,7 +31,6 @@ def launch(
     *,
     num_warps: int,
     num_stages: int,
-    max_registers: int | None = None,
     **settings: Any,
 ) -> tuple[Array, ...]:
     """Runs `programs` instances of a kernel.
@@ -44,7 +43,6 @@ def launch(
       programs: instances, on a grid of one axis.
       num_warps: warps an instance.
       num_stages: default depth of the pipelines that copy ahead.
-      max_registers: cap on registers a thread, for more programs a multiprocessor.
       **settings: numbers and constants by parameter.
 
     Returns:
@@ -68,7 +66,6 @@ def launch(
             grid=(programs,),
             num_warps=num_warps,
             num_stages=num_stages,
-            backend_options={"maxnreg": max_registers} if max_registers else None,
             input_output_aliases=aliases,
             name=kernel.fn.__name__,
         )

@@ -7,12 +7,13 @@ from pallas_kernels.kda.gpu.tiles import (
     dot,
     grid_ij,
     load_rows,
+    place_of,
     power_of_two,
     real_rows,
     run_masks,
     sigmoid,
     store_rows,
-    tile_offsets,
+    tile_pointers,
 )
 
 # Parameters stand in rows; one a line would hide the kernels.
@@ -37,19 +38,16 @@ def pairs_kernel(
     """
     DOT: tl.constexpr = x.dtype.element_ty
     tile = tl.program_id(0)
-    h = tile % HV
-    chunks = tl.cdiv(T, C)
-    start = (tile // HV) % chunks * C
-    n = tile // (HV * chunks)
+    h, n, start = place_of(tile, T, HV, C)
     real = real_rows(ids, n, start, T, C, PACKED)
     same, _, _, _ = run_masks(ids, n, start, T, C, PACKED)
     row = tile.to(tl.int64) * C + tl.arange(0, C)
     b_c = tl.load(b + row)
-    r = tl.load(dr + tile_offsets(tile, C, V))
+    r = tl.load(tile_pointers(dr, tile, C, V))
     wide_r = r.to(tl.float32)
     db = tl.sum(wide_r * load_rows(v, n, start, h, 0, real, T, HV, V, C, V), axis=1)
     store_rows(dv_out, b_c[:, None] * wide_r, n, start, h, 0, T, HV, V, C, V)
-    x_c = tl.load(x + tile_offsets(tile, C, V))
+    x_c = tl.load(tile_pointers(x, tile, C, V))
     wide_x = x_c.to(tl.float32)
     write = tl.sum(wide_r * wide_x, axis=1)
     rows = rows_out + tile.to(tl.int64) * (3 * C) + tl.arange(0, C)
@@ -69,8 +67,7 @@ def pairs_kernel(
     tl.store(size_out + tile, size)
     i, j = grid_ij(C)
     below = same & (i > j)
-    square = tile_offsets(tile, C, C)
     dp = tl.where(below, dot(out, x_c.T, DOT), 0.0) / size
-    tl.store(dp_out + square, dp.to(DOT))
+    tl.store(tile_pointers(dp_out, tile, C, C), dp.to(DOT))
     dl = tl.where(below, dot(r, x_c.T, DOT), 0.0) * (-1.0 / size)
-    tl.store(dl_out + square, dl.to(DOT))
+    tl.store(tile_pointers(dl_out, tile, C, C), dl.to(DOT))

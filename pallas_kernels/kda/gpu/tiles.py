@@ -63,6 +63,21 @@ def exp2_again(x):
 
 
 @triton.jit
+def rounded(x):
+    """float32 values rounded to bfloat16: the convert to one value is a slow one."""
+    if INTERPRETED:
+        return x.to(tl.bfloat16).to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 both;
+            cvt.rn.bf16x2.f32 both, $3, $2;
+            shl.b32 $0, both, 16;
+            and.b32 $1, both, 0xffff0000; }""",
+            "=f,=f,f,f", [x], tl.float32, True, 2,
+        )
+
+
+@triton.jit
 def reciprocal(x):
     """1 / x in one instruction."""
     if INTERPRETED:
@@ -106,13 +121,26 @@ def stretch_sum(w, x, DOT: tl.constexpr):
 
 
 @triton.jit
-def row_offsets(
-    n, start, h, column, T,
+def place_of(tile, T, HV: tl.constexpr, C: tl.constexpr):
+    """Value head, batch row and first token of a tile: heads run fastest."""
+    chunks = tl.cdiv(T, C)
+    return tile % HV, tile // (HV * chunks), (tile // HV) % chunks * C
+
+
+@triton.jit
+def load_vector(ptr, tile, part, COUNT: tl.constexpr, C: tl.constexpr):
+    """Row `part` of tile number `tile` of an array of [COUNT,C] tiles."""
+    return tl.load(ptr + tile.to(tl.int64) * (COUNT * C) + part * C + tl.arange(0, C))
+
+
+@triton.jit
+def row_pointers(
+    ptr, n, start, h, column, T,
     H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):
-    """Offsets [C,W] into one head of [B,T,H,D], from token `start` and `column` on."""
-    base = ((n.to(tl.int64) * T + start) * H + h) * D + column
-    return base + tl.arange(0, C)[:, None] * (H * D) + tl.arange(0, W)[None, :]
+    """Pointers [C,W] to one head of [B,T,H,D], from token `start` and `column` on."""
+    ptr += ((n.to(tl.int64) * T + start) * H + h) * D + column
+    return ptr + (tl.arange(0, C)[:, None] * (H * D) + tl.arange(0, W)[None, :])
 
 
 @triton.jit
@@ -121,8 +149,8 @@ def load_rows(
     H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):
     """Tile [C,W] of one head of [B,T,H,D] as float32; 0 where not real."""
-    offsets = row_offsets(n, start, h, column, T, H, D, C, W)
-    return tl.load(ptr + offsets, mask=real[:, None], other=0.0).to(tl.float32)
+    at = row_pointers(ptr, n, start, h, column, T, H, D, C, W)
+    return tl.load(at, mask=real[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -131,16 +159,16 @@ def store_rows(
     H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):
     """Writes a tile [C,W] to one head of [B,T,H,D]."""
-    offsets = row_offsets(n, start, h, column, T, H, D, C, W)
+    at = row_pointers(ptr, n, start, h, column, T, H, D, C, W)
     inside = start + tl.arange(0, C) < T
-    tl.store(ptr + offsets, x.to(ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(at, x.to(ptr.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
-def tile_offsets(tile, R: tl.constexpr, D: tl.constexpr):
-    """Offsets of tile number `tile` of an array of [R,D] tiles."""
-    inside = tl.arange(0, R)[:, None] * D + tl.arange(0, D)[None, :]
-    return tl.cast(tile, tl.int64) * (R * D) + inside
+def tile_pointers(ptr, tile, R: tl.constexpr, D: tl.constexpr):
+    """Pointers to tile number `tile` of an array of [R,D] tiles."""
+    ptr += tl.cast(tile, tl.int64) * (R * D)
+    return ptr + (tl.arange(0, R)[:, None] * D + tl.arange(0, D)[None, :])
 
 
 @triton.jit
@@ -178,13 +206,14 @@ def run_masks(ids, n, start, T, C: tl.constexpr, PACKED: tl.constexpr):
 @triton.jit
 def log2_decay(g, slope, bias, bound, real, GATE: tl.constexpr):
     """Log2 of the decay per token [C,K]; `gates.log_decay` in log2 units."""
+    x = g + bias[None, :]
     if GATE == "bounded":
-        decay = (bound * LOG2E) * sigmoid(slope * (g + bias[None, :]))
+        decay = (bound * LOG2E) * reciprocal(1.0 + exp2(x * (-LOG2E * slope)))
     elif GATE == "softplus":
-        decay = -(slope * LOG2E) * softplus(g + bias[None, :])
+        decay = tl.maximum(-(slope * LOG2E) * softplus(x), LOWEST)
     else:
-        decay = g * LOG2E
-    return tl.where(real[:, None], tl.maximum(decay, LOWEST), 0.0)
+        decay = tl.maximum(g * LOG2E, LOWEST)
+    return tl.where(real[:, None], decay, 0.0)
 
 
 @triton.jit
@@ -259,9 +288,8 @@ def from_start(row, first, C: tl.constexpr, WIDE: tl.constexpr):
 def to_block_end(column, first, rest, C: tl.constexpr, WIDE: tl.constexpr):
     """Decay after the token up to the end of its block, from column factors."""
     first_block = tl.arange(0, C)[:, None] < WIDE
-    # One select a vector: a select between two makes Triton move whole tiles.
-    column *= tl.where(first_block, exp2(first + SHIFT)[None, :], 1.0)
-    return column * tl.where(first_block, 1.0, exp2(rest + SHIFT)[None, :])
+    first, rest = exp2(first + SHIFT)[None, :], exp2(rest + SHIFT)[None, :]
+    return column * tl.where(first_block, first, rest)
 
 
 @triton.jit
