@@ -26,6 +26,7 @@ SETTINGS: dict[str, Any] = {
 LARGEST_ERROR = 1e-2
 # Sums over all tokens, which rounding hits harder.
 LARGEST_ERROR_OF_SUMS = 4e-2
+DECODE_STEPS = 100
 # Bytes per token and head that any forward, or forward and backward, pass moves at
 # least, at widths of 128 in bfloat16: reads q, k, v, g (twice and do), writes o and
 # the gradients.
@@ -50,7 +51,8 @@ def run(config: ConfigDict) -> dict:
                 continue
             rows += timed(name, shape, config)
     for batch in config.decode_batches:
-        rows += [decode(name, batch, config) for name in names]
+        for name in names:
+            rows += decode(name, batch, config)
     if config.peer:
         rows += peer(config)
     return {
@@ -122,16 +124,36 @@ def timed(name: str, shape: tuple[int, int, int], config: ConfigDict) -> Iterato
         yield row
 
 
-def decode(name: str, batch: int, config: ConfigDict) -> dict:
+def decode(name: str, batch: int, config: ConfigDict) -> Iterator[dict]:
+    """Rows for one call a token, and for many tokens in one call; state in place."""
     x = arrays(batch, 1, config.decode_heads, config.width)
     x = {n: a[:, 0] if a.ndim > 2 else a for n, a in x.items()}
-    state = jnp.zeros((batch, config.decode_heads, config.width, config.width))
-    step = jax.jit(lambda x, s: kda_step(**x, state=s, implementation=name, **SETTINGS))
-    return {
-        "case": f"decode batch {batch}",
-        "implementation": name,
-        "ms": milliseconds(step, (x, state), config),
-    }
+    shape = (batch, config.decode_heads, config.width, config.width)
+
+    def step(v, state):
+        return kda_step(**{**x, "v": v}, state=state, implementation=name, **SETTINGS)
+
+    def steps(v, state):
+        def body(_, carry):
+            return step(*carry)
+
+        return jax.lax.fori_loop(0, DECODE_STEPS, body, (v, state))
+
+    for what, function, count in (
+        ("decode", step, 1),
+        (f"decode {DECODE_STEPS} tokens,", steps, DECODE_STEPS),
+    ):
+        compiled = jax.jit(function, donate_argnums=1)
+        carried = [x["v"], jnp.zeros(shape)]
+
+        def run(compiled=compiled, carried=carried):
+            # The state is given away, so the next call takes the one that came back.
+            o, carried[1] = compiled(carried[0], carried[1])
+            return o
+
+        ms = milliseconds(run, (), config) / count
+        case = f"{what} batch {batch}"
+        yield {"case": case, "implementation": name, "ms": ms}
 
 
 def milliseconds(function: Callable, inputs: tuple, config: ConfigDict) -> float:
@@ -151,7 +173,7 @@ def peer(config: ConfigDict) -> Iterator[dict]:
     """flash-linear-attention on the same kind of data, if it is there."""
     try:
         import torch
-        from fla.ops.kda import chunk_kda
+        from fla.ops.kda import chunk_kda, fused_recurrent_kda
         from triton.testing import do_bench
     except ImportError as error:
         print(f"peer skipped: {error}")
@@ -159,31 +181,59 @@ def peer(config: ConfigDict) -> Iterator[dict]:
     if not torch.cuda.is_available():
         print("peer skipped: torch sees no GPU")
         return
-    flags = {
+    measure = partial(do_bench, return_mode="median")
+    for shape in config.shapes:
+        for what in ("forward", "forward+backward"):
+            row = {"case": f"{what} {tuple(shape)}", "implementation": "fla"}
+            try:
+                call = peer_call(chunk_kda, shape, config.width, what)
+                call()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                call()
+                extra = (torch.cuda.max_memory_allocated() - before) / 2**30
+                yield {**row, "ms": measure(call), "extra GB": extra}
+            except torch.OutOfMemoryError:
+                print(f"peer skipped: {row['case']} does not fit in memory")
+            torch.cuda.empty_cache()
+    for batch in config.decode_batches:
+        shape = (batch, 1, config.decode_heads)
+        call = peer_call(fused_recurrent_kda, shape, config.width, "decode")
+        case = f"decode batch {batch}"
+        yield {"case": case, "implementation": "fla", "ms": measure(call)}
+
+
+def peer_call(function: Callable, shape: Any, width: int, what: str) -> Callable:
+    """A call of one of fla's functions on new random data, without arguments."""
+    import torch
+
+    batch, length, heads = shape
+    wide = (batch, length, heads, width)
+    half: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    half["requires_grad"] = what == "forward+backward"
+    x = {n: torch.randn(wide, **half) for n in "qkvg"}
+    x["beta"] = torch.randn(wide[:3], **half)
+    settings: dict[str, Any] = {
+        "A_log": torch.zeros(heads, device="cuda"),
+        "dt_bias": 0.1 * torch.randn(heads * width, device="cuda"),
         "use_qk_l2norm_in_kernel": True,
         "use_gate_in_kernel": True,
         "use_beta_sigmoid_in_kernel": True,
-        "safe_gate": True,
         "lower_bound": -5.0,
     }
-    measure = partial(do_bench, return_mode="median")
-    for batch, length, heads in config.shapes:
-        wide = (batch, length, heads, config.width)
-        half = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
-        x = {n: torch.randn(wide, **half) for n in "qkvg"}
-        x["beta"] = torch.randn(wide[:3], **half)
-        A_log = torch.zeros(heads, device="cuda")
-        dt_bias = 0.1 * torch.randn(heads * config.width, device="cuda")
-        do = torch.randn_like(x["v"])
+    if what == "decode":
+        state = torch.zeros(batch, heads, width, width, device="cuda")
+        settings |= {"initial_state": state, "output_final_state": True}
+    else:
+        settings["safe_gate"] = True
+    do = torch.randn_like(x["v"])
 
-        def both(x=x, A_log=A_log, dt_bias=dt_bias, do=do):
-            o, _ = chunk_kda(**x, A_log=A_log, dt_bias=dt_bias, **flags)
-            torch.autograd.grad(o, list(x.values()), do)
+    def both():
+        o, _ = function(**x, **settings)
+        torch.autograd.grad(o, list(x.values()), do)
 
-        def only(x=x, A_log=A_log, dt_bias=dt_bias):
-            with torch.inference_mode():
-                chunk_kda(**x, A_log=A_log, dt_bias=dt_bias, **flags)
+    def only():
+        with torch.inference_mode():
+            function(**x, **settings)
 
-        for what, function in (("forward", only), ("forward+backward", both)):
-            case = f"{what} {(batch, length, heads)}"
-            yield {"case": case, "implementation": "fla", "ms": measure(function)}
+    return both if what == "forward+backward" else only

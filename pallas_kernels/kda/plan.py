@@ -19,7 +19,8 @@ LEAST_CHUNKS = 16
 class Chunks(NamedTuple):
     """Tiles a, p [N,C,C]; qp, kb, kr [N,C,K]; vectors gam [N,K], b [N,C].
 
-    N counts batch rows, chunks and value heads, the last fastest.
+    norms [N,2,C] normalise q and k; sums [N,2,K] are log2 decays. N counts batch rows,
+    chunks and value heads, the last fastest.
     """
 
     a: Array
@@ -29,6 +30,8 @@ class Chunks(NamedTuple):
     kr: Array
     gam: Array
     b: Array
+    norms: Array
+    sums: Array
 
 
 class Plan:
@@ -117,6 +120,8 @@ class Plan:
             "kr_out": wide,
             "gam_out": self._array(self.N, self.K, dtype=jnp.float32),
             "b_out": self._array(self.N, self.C, dtype=jnp.float32),
+            "norms_out": self._array(self.N, 2, self.C, dtype=jnp.float32),
+            "sums_out": self._array(self.N, 2, self.K, dtype=jnp.float32),
         }
         return Chunks(
             *launch(
@@ -223,33 +228,36 @@ class Plan:
 
         return jnp.moveaxis(jax.lax.scan(through, state_BHKV, summaries_SBHKW)[1], 0, 1)
 
-    def grads(self, inputs, codes, b, x, s, do, dr, ds) -> Inputs:
+    def grads(self, inputs, codes, chunks, s, x, o, do, dr, ds) -> Inputs:
         from pallas_kernels.kda.gpu.grads import grads_kernel
         from pallas_kernels.kda.gpu.launch import launch
 
-        dv, dp, dl, rows, db = self._pairs(inputs, codes, b, do, x, dr)
+        dv, dp, dl, rows, db, sizes = self._pairs(inputs, codes, chunks.b, do, o, x, dr)
         heads = (self.B, self.T, self.HV, self.K)
         width = min(self.K, self.GRADS_WIDTH)
+        parts = self.K // width
         vectors = self._array(self.N, self.K, dtype=jnp.float32)
-        sums = self._array(self.K // width, self.N, 3, self.C, dtype=jnp.float32)
         outputs = {
             "dq_out": self._array(*heads, dtype=self._head_dtype(inputs.q)),
             "dk_out": self._array(*heads, dtype=self._head_dtype(inputs.k)),
             "dg_out": self._array(*inputs.g.shape, dtype=inputs.g.dtype),
             "dA_out": vectors,
             "dbias_out": vectors,
-            "sums_out": sums,
+            "rise_out": self._array(parts, self.N, self.C, dtype=jnp.float32),
         }
         arrays = self.raw(inputs, codes)
         del arrays["beta"]
-        arrays |= {"do": do, "x_in": x, "s": s, "ds": ds, "dr": dr}
-        arrays |= {"dp": dp, "dl": dl, "b_in": b, "rows_in": rows}
-        names = ("T", "scale", "bound", "H", "HV", "K", "C", "WIDE", "GATE", "PACKED")
-        dq, dk, dg, dA, dbias, partial = launch(
+        arrays |= {"do": do, "x": x, "s": s, "ds": ds, "dr": dr, "dp": dp, "dl": dl}
+        arrays |= {"b": chunks.b, "rows": rows, "sizes": sizes, "norms": chunks.norms}
+        ones = jnp.tril(jnp.ones((self.C, self.C), self.dtype))
+        arrays |= {"sums": chunks.sums, "gam": chunks.gam, "ones": ones}
+        names = ("T", "scale", "bound", "H", "HV", "K", "C", "WIDE", "GATE", "NORM")
+        names += ("SIGMOID", "PACKED")
+        dq, dk, dg, dA, dbias, rise = launch(
             grads_kernel,
             arrays,
             outputs,
-            self.N * (self.K // width),
+            self.N * parts,
             num_warps=self.GRADS_WARPS,
             num_stages=1,
             V=self.V,
@@ -257,8 +265,8 @@ class Plan:
             N=self.N,
             **self._some(names),
         )
-        dq, dk, dbeta = self._finish(inputs, codes, partial, db, dq, dk, width)
         dq, dk = (self._sum_groups(dx, x) for dx, x in ((dq, inputs.q), (dk, inputs.k)))
+        dbeta = self._by_token(db, rise).astype(inputs.beta.dtype)
         by_head = -1, self.HV, self.K
         dA_log = ddt_bias = None
         if inputs.A_log is not None:
@@ -268,62 +276,38 @@ class Plan:
             ddt_bias = ddt_bias.astype(inputs.dt_bias.dtype)
         return Inputs(dq, dk, dv, dg, dbeta, dA_log, ddt_bias)
 
-    def _pairs(self, inputs, codes, b, do, x, dr):
-        from pallas_kernels.kda.gpu.ends import pairs_kernel
+    def _pairs(self, inputs, codes, b, do, o, x, dr):
         from pallas_kernels.kda.gpu.launch import launch
+        from pallas_kernels.kda.gpu.pairs import pairs_kernel
 
         square = self._array(self.N, self.C, self.C)
-        row = self._array(self.N, self.C, dtype=jnp.float32)
         outputs = {
             "dv_out": self._array(*inputs.v.shape, dtype=inputs.v.dtype),
-            "dp": square,
-            "dl": square,
+            "dp_out": square,
+            "dl_out": square,
             "rows_out": self._array(self.N, 3, self.C, dtype=jnp.float32),
-            "db_out": row,
+            "db_out": self._array(self.N, self.C, dtype=jnp.float32),
+            "size_out": self._array(self.N, dtype=jnp.float32),
         }
-        arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "b_in": b}
+        arrays = {"v": inputs.v, "beta": inputs.beta, "b": b, **self._ids(codes)}
         return launch(
             pairs_kernel,
-            {**arrays, **self._ids(codes), "do": do, "x_in": x, "dr": dr},
+            {**arrays, "do": do, "o": o, "x": x, "dr": dr},
             outputs,
             self.N,
             num_warps=4,
             num_stages=1,
             V=self.V,
-            **self._some(("T", "H", "HV", "K", "C", "NORM", "PACKED")),
+            **self._some(("T", "HV", "C", "SIGMOID", "PACKED")),
         )
 
-    def _finish(self, inputs, codes, sums, db, dq, dk, width):
-        from pallas_kernels.kda.gpu.ends import finish_kernel
-        from pallas_kernels.kda.gpu.launch import launch
-
-        names = ("H", "HV", "K", "C", "T", "NORM", "SIGMOID", "DOUBLE", "PACKED")
-        outputs = {
-            "dq_out": jax.ShapeDtypeStruct(dq.shape, dq.dtype),
-            "dk_out": jax.ShapeDtypeStruct(dk.shape, dk.dtype),
-            "dbeta_out": self._array(*inputs.beta.shape, dtype=inputs.beta.dtype),
-        }
-        arrays = {"q": inputs.q, "k": inputs.k, "beta": inputs.beta}
-        arrays |= {
-            **self._ids(codes),
-            "sums": sums,
-            "db_in": db,
-            "dy_q": dq,
-            "dy_k": dk,
-        }
-        dx_q, dx_k, dbeta = launch(
-            finish_kernel,
-            arrays,
-            outputs,
-            self.N,
-            num_warps=4,
-            num_stages=1,
-            W=width,
-            N=self.N,
-            **self._some(names),
-        )
-        norm = self.options.use_qk_l2norm
-        return (dx_q if norm else dq), (dx_k if norm else dk), dbeta
+    def _by_token(self, db_NC: Array, rise_PNC: Array) -> Array:
+        """[B,T,HV]: the gradient by beta; a sigmoid's needs nothing from `rise`."""
+        if not self.options.use_beta_sigmoid:
+            db_NC = db_NC + jnp.sum(rise_PNC, 0)
+            db_NC *= 2.0 if self.options.allow_neg_eigval else 1.0
+        db = db_NC.reshape(self.B, -1, self.HV, self.C)
+        return jnp.swapaxes(db, 2, 3).reshape(self.B, -1, self.HV)[:, : self.T]
 
     def _head_dtype(self, x: Array) -> Any:
         """Of gradients by value head, before those that share a key head are added."""

@@ -47,9 +47,11 @@ class ChunkMasks(NamedTuple):
 def find_runs(segment_ids_BT: Array) -> Runs:
     """Splits every row into runs of equal non-zero ids, looking through padding."""
     real_BT = segment_ids_BT != 0
-    live_BT = jax.lax.associative_scan(
-        lambda left, right: jnp.where(right == 0, left, right), segment_ids_BT, axis=1
-    )
+    # The last real token so far; a scan of ids would be a few dozen kernels on a GPU.
+    token_BT = jnp.where(real_BT, jnp.arange(segment_ids_BT.shape[1]), -1)
+    last_BT = jax.lax.cummax(token_BT, axis=1)
+    id_BT = jnp.take_along_axis(segment_ids_BT, jnp.maximum(last_BT, 0), axis=1)
+    live_BT = jnp.where(last_BT < 0, 0, id_BT)
     before_BT = jnp.pad(live_BT, ((0, 0), (1, 0)))[:, :-1]
     starts_BT = (before_BT != 0) & (live_BT != before_BT)
     return Runs(real_BT, starts_BT, jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32))

@@ -31,13 +31,14 @@ WIDTHS = (16, 32, 64, 128)
 
 
 class Residuals(NamedTuple):
-    """What the backward pass needs; s [N,V,K] are states, transposed; x [N,C,V]."""
+    """For the backward pass: s [N,V,K], transposed states; x [N,C,V]; o [B,T,HV,V]."""
 
     inputs: Inputs
     codes: Array | None
     chunks: Chunks
     s: Array
     x: Array
+    o: Array
 
 
 def why_not(
@@ -101,8 +102,9 @@ def _save(inputs, initial_state_BHKV, runs, options):
     codes = _codes(runs)
     outputs, (chunks, s, x) = _forward(inputs, initial_state_BHKV, codes, options, True)
     chunks = Chunks(*(checkpoint_name(x, "kda_matrices") for x in chunks))
-    s, x = (checkpoint_name(y, "kda_states") for y in (s, x))
-    return outputs, Residuals(inputs, codes, chunks, s, x)
+    o, last = outputs
+    s, x, o = (checkpoint_name(y, "kda_states") for y in (s, x, o))
+    return (o, last), Residuals(inputs, codes, chunks, s, x, o)
 
 
 def _differentiate(options, saved, cotangents):
@@ -130,10 +132,10 @@ def _forward(inputs, state, codes, options, save):
 def _backward(saved, do, dfinal_state, options):
     @jax.custom_batching.sequential_vmap
     def run(saved, do, dfinal_state):
-        inputs, codes, chunks, s, x = saved
+        inputs, codes, chunks, s, x, o = saved
         plan = Plan(inputs, codes, options)
         dr, ds, dinitial_state = plan.reverse(codes, chunks, do, dfinal_state)
-        return plan.grads(inputs, codes, chunks.b, x, s, do, dr, ds), dinitial_state
+        return plan.grads(inputs, codes, chunks, s, x, o, do, dr, ds), dinitial_state
 
     return run(saved, do, dfinal_state)
 
@@ -164,12 +166,12 @@ def _step(inputs, state, options):
     longer = Inputs(*(x[:, None] for x in inputs[:5]), *inputs[5:])
     plan = Plan(longer, None, options)
     width = min(plan.V, 32)
-    arrays = {**plan.raw(inputs, None), "v": inputs.v, "s_in": state}
+    arrays = {**plan.raw(inputs, None), "v": inputs.v, "state": state}
     del arrays["ids"]
     names = ("scale", "bound", "H", "HV", "K", "GATE", "NORM", "SIGMOID", "DOUBLE")
     outputs = {
         "o": jax.ShapeDtypeStruct(inputs.v.shape, inputs.v.dtype),
-        "s_out": jax.ShapeDtypeStruct(state.shape, state.dtype),
+        "state": jax.ShapeDtypeStruct(state.shape, state.dtype),
     }
     return launch(
         step_kernel,

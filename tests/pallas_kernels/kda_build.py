@@ -13,9 +13,9 @@ import tempfile
 FLOATS = ("scale", "bound")
 INTEGERS = ("T", "B", "N", "NSEG")
 WIDE = (
-    *("A_log", "dt_bias", "gam", "gam_out", "b", "b_out", "b_in", "s0", "s_last"),
-    *("ds0", "ds_last", "dA_out", "dbias_out", "db_in", "db_out", "rows_in"),
-    *("rows_out", "sums", "sums_out", "s_in"),
+    *("A_log", "dt_bias", "gam", "gam_out", "b", "b_out", "s0", "s_last", "ds0"),
+    *("ds_last", "dA_out", "dbias_out", "db_out", "rows", "rows_out", "sizes"),
+    *("size_out", "norms", "norms_out", "sums", "sums_out", "rise_out", "state"),
 )
 CONSTANTS = {
     **{"H": 32, "HV": 32, "K": 128, "V": 128, "C": 64, "W": 32, "WIDE": 32},
@@ -25,14 +25,13 @@ CONSTANTS = {
 
 
 def kernels():
-    from pallas_kernels.kda.gpu import ends, grads, intra, scan, step
+    from pallas_kernels.kda.gpu import grads, intra, pairs, scan, step
 
     yield intra.intra_kernel, {}
     yield scan.scan_kernel, {}
     yield scan.reverse_kernel, {}
-    yield ends.pairs_kernel, {}
+    yield pairs.pairs_kernel, {}
     yield grads.grads_kernel, {}
-    yield ends.finish_kernel, {}
     yield step.step_kernel, {"BV": 32}
 
 
@@ -50,9 +49,7 @@ def build(kernel, changes, arch: int) -> dict[str, object]:
         elif name in INTEGERS + FLOATS:
             signature[name] = "i32" if name in INTEGERS else "fp32"
         else:
-            wide = name in WIDE or (
-                kernel.fn.__name__ == "step_kernel" and name == "s_out"
-            )
+            wide = name in WIDE
             signature[name] = "*i32" if name == "ids" else "*fp32" if wide else "*bf16"
             attributes[(index,)] = [["tt.divisibility", 16]]
     built = triton.compile(

@@ -93,6 +93,15 @@ def test_any_length(time):
     compare(cases.prepared("random", time), lower_bound=-5.0)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_smaller_chunks_and_plain_write_strengths(dtype):
+    """A write strength that is no sigmoid, 0 for some tokens, and normalised rows."""
+    x = {**cases.raw(40), **cases.prepared("beta 0 or 1", 40)}
+    del x["A_log"], x["dt_bias"]
+    settings = {"lower_bound": -5.0, "chunk_size": 32, "use_qk_l2norm": True}
+    compare(x, IDS[:, :40], dtype, **settings)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ids", [None, IDS], ids=["plain", "packed"])
 def test_segments_change_nothing(ids, monkeypatch):
@@ -146,6 +155,33 @@ def test_outputs_ignore_the_future_to_the_last_bit(lower_bound):
         changed["beta"][:, time:] = 1.0
         after = cases.run(changed, **settings)["o"]
         np.testing.assert_array_equal(after[:, :time], before[:, :time])
+
+
+def test_tiny_cotangents_are_as_exact():
+    """Gradients are linear in them; a power of two changes no other bit."""
+    do, dstate = cases.cotangents(70)
+    settings = {"dtype": "bfloat16", "lower_bound": -5.0, "implementation": "triton"}
+    x, tiny = cases.prepared("steps", 70), 2.0**-40
+    expected = cases.run(x, None, (do, dstate), **settings)
+    got = cases.run(x, None, (tiny * do, tiny * dstate), **settings)
+    for name in expected:
+        if name.startswith("d"):
+            np.testing.assert_array_equal(got[name], tiny * expected[name], name)
+
+
+def test_row_continues_in_the_next_call():
+    """Two calls with the state handed over equal one; the first state is None."""
+    x = cases.prepared("random", 70)
+    settings = {"dtype": "float32", "gradients": False, "implementation": "triton"}
+    settings["lower_bound"] = -5.0
+    del x["initial_state"]
+    whole = cases.run(x, **settings)
+    cut = np.s_[:1], np.s_[1:]
+    parts = [{n: a[:, part] for n, a in x.items()} for part in cut]
+    first = cases.run(parts[0], **settings)
+    second = cases.run({**parts[1], "initial_state": first["state"]}, **settings)
+    o = np.concatenate([first["o"], second["o"]], axis=1)
+    cases.assert_close({"o": o, "state": second["state"]}, whole, 1e-5)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter has only one order to add in")

@@ -1,15 +1,20 @@
-"""Gradients by the raw inputs, one program a chunk and head.
+"""Gradients by the raw inputs, one program a chunk, a head and W channels.
 
 With dx for the gradient by x, and products over pairs carrying the decay in between:
 
     dL = -stril(dR X^T)    dP = tril(dO X^T)    dv = b dR
     dq   = e^G (dO S^T) + dP k
-    rise = dL k - e^G (dR S^T)                  db = rowsum(dR . V) + rowsum(k . rise)
-    fall = e^(G_C - G) (X dS'^T) + dP^T q + (b dL)^T k           dk = b rise + fall
+    rise = dL k - e^G (dR S^T)                  dk = b rise + fall
+    fall = e^(G_C - G) (X dS'^T) + dP^T q + (b dL)^T k
     dG   = q . dq + k . (b rise - fall),  and the last row also feels the state's decay
 
 q and k grow with exp(G) where they are rows and with exp(-G) where they are columns,
 so the gradient by G needs no further product. dg is the sum of dG over later tokens.
+
+Sums over all channels are known beforehand, from products over V (see `pairs.py`), so
+that programs of W channels need nothing from each other. Gradients are kept in units
+of `size`, a power of two: the factors of `tiles.py` fill the exponents of float32, and
+tiny gradients would fall out below.
 """
 
 import triton
@@ -17,28 +22,27 @@ import triton.language as tl
 
 from pallas_kernels.kda.gpu.tiles import (
     UNSHIFT,
-    anew,
     dot,
     exp2,
-    from_start,
     grid_ij,
     level_mask,
     levels,
     load_rows,
+    load_vector,
     log2_decay,
     outer_factors,
     pair_factor,
+    place_of,
     real_rows,
+    rounded,
     run_masks,
     sigmoid,
     softplus,
     store_rows,
-    stretch_sum,
-    tile_offsets,
+    sum_rows,
+    tile_pointers,
     to_block_end,
-    to_end,
     wide_column,
-    wide_exponents,
     wide_row,
 )
 
@@ -60,211 +64,124 @@ def gate_backward(dg, z, slope, bound, GATE: tl.constexpr):
 
 
 @triton.jit
-def load_near(pairs, tile, C: tl.constexpr, WIDE: tl.constexpr):
-    """Pairs inside blocks of WIDE tokens."""
-    i, j = grid_ij(C)
-    same_block = i // WIDE == j // WIDE
-    return tl.load(pairs + tile_offsets(anew(tile), C, C), mask=same_block, other=0.0)
-
-
-@triton.jit
-def load_far(pairs, tile, C: tl.constexpr, WIDE: tl.constexpr):
-    """Pairs of different blocks."""
-    i, j = grid_ij(C)
-    other_block = i // WIDE != j // WIDE
-    return tl.load(pairs + tile_offsets(anew(tile), C, C), mask=other_block, other=0.0)
-
-
-@triton.jit
-def state_product(rows, states, tile, column, C: tl.constexpr, K: tl.constexpr,
-                  V: tl.constexpr, W: tl.constexpr, DOT: tl.constexpr):
-    """[C,V] rows times W columns of a transposed state.
-
-    Waits for the warps, so that the state is not loaded before registers are free.
-    """
-    tl.debug_barrier()
-    at = anew(tile).to(tl.int64) * (V * K) + column
-    at = at + tl.arange(0, V)[:, None] * K + tl.arange(0, W)[None, :]
-    return dot(rows, tl.load(states + at), DOT)
-
-
-@triton.jit
-def scaled_rows(
-    ptr, factor, n, start, h, column, real, T,
-    H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-):
-    """Rows times one factor each; loaded anew wherever it is written."""
-    tl.debug_barrier()
-    rows = load_rows(ptr, n, anew(start), h, column, real, T, H, D, C, W)
-    return rows * factor[:, None]
+def norm_backward(dy, y, inverse, y_dy, NORM: tl.constexpr):
+    """Gradient by x of y = x * inverse, from that by y and rowsum(y . dy)."""
+    if NORM:
+        dy = (dy - y * y_dy[:, None]) * inverse[:, None]
+    return dy
 
 
 @triton.jit
 def level_terms(
-    q, k, decay, do, x_in, dr, s, ds, dp, dl, dq_out, dk_out, tile, n, start, h, column,
-    real, b, enters, leaves, own, k_inverse, q_factor, scale, T,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, W: tl.constexpr, DOT: tl.constexpr,
+    q_rows, k_rows, decay, out, x, r, s, ds, p_pairs, l_pairs, b, enters, leaves, final,
+    unit, C: tl.constexpr, DOT: tl.constexpr,
 ):
-    """Any gate: writes dq and dk before the norms.
+    """Any gate: dq, dk, dG, b rise, and what the last row of dG gets on top.
 
-    Returns rowsum(k . rise), rowsum(q . dq), rowsum(k . dk), dG, and what the last row
-    of dG gets on top. dG takes the operands of the products as they were rounded. What
-    a pair adds to its row then cancels what it takes from its column, as it must in the
-    sum over tokens.
+    dG takes the operands of the products as they were rounded. What a pair adds to its
+    row then cancels what it takes from its column, as it must in the sum over tokens.
     """
-    key = h // (HV // H)
-    k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
-    q_rows = scaled_rows(q, q_factor, n, start, key, column, real, T, H, K, C, W)
     pre, post = outer_factors(decay, C, DOT)
-    pre = tl.where(enters[:, None], pre, 0.0)
-    post = tl.where(leaves[:, None], post, 0.0)
-    out = load_rows(do, n, anew(start), h, 0, real, T, HV, V, C, V)
-    dq = pre * state_product(out, s, tile, column, C, K, V, W, DOT)
-    r = tl.load(dr + tile_offsets(anew(tile), C, V))
-    rise = -pre * state_product(r, s, tile, column, C, K, V, W, DOT)
-    x = tl.load(x_in + tile_offsets(anew(tile), C, V))
-    fall = post * state_product(x, ds, tile, column, C, K, V, W, DOT)
-    from_state = tl.sum(k_rows * fall, axis=0)
-    dg = q_rows * dq + k_rows * (b[:, None] * rise - fall)
-    square = tile_offsets(tile, C, C)
+    dq = tl.where(enters[:, None], pre * unit, 0.0) * dot(out, s, DOT)
+    rise = tl.where(enters[:, None], pre * -unit, 0.0) * dot(r, s, DOT)
+    fall = tl.where(leaves[:, None], post * unit, 0.0) * dot(x, ds, DOT)
+    # What the last token writes does not decay in this chunk. Added and taken away, it
+    # would drown the rest.
+    from_state = tl.where(final[:, None], 0.0, k_rows * fall)
+    dg = q_rows * dq + k_rows * (b[:, None] * rise) - from_state
+    from_state = tl.sum(from_state, axis=0)
     for level in range(levels(C)):
         factor = pair_factor(decay, level, C, DOT)
         mask = level_mask(1 << level, C)
         left, right = (q_rows * factor).to(DOT), (k_rows * factor).to(DOT)
         scaled = (b[:, None] * k_rows * factor).to(DOT)
-        p_pairs = tl.where(mask, tl.load(dp + square), 0.0).to(DOT)
-        l_pairs = tl.where(mask, tl.load(dl + square), 0.0).to(DOT)
-        pairs = dot(p_pairs, right, DOT)
+        p_level = tl.where(mask, p_pairs, 0.0).to(DOT)
+        l_level = tl.where(mask, l_pairs, 0.0).to(DOT)
+        pairs = dot(p_level, right, DOT)
         dq += factor * pairs
         dg += left.to(tl.float32) * pairs
-        pairs = dot(l_pairs, right, DOT)
+        pairs = dot(l_level, right, DOT)
         rise += factor * pairs
         dg += scaled.to(tl.float32) * pairs
-        pairs = dot(p_pairs.T, left, DOT) + dot(l_pairs.T, scaled, DOT)
+        pairs = dot(p_level.T, left, DOT) + dot(l_level.T, scaled, DOT)
         fall += factor * pairs
         dg -= right.to(tl.float32) * pairs
-    k_rise = tl.sum(k_rows * rise, axis=1)
-    rise *= b[:, None]
-    # The diagonal of P holds no decay.
-    dk = rise + fall + own[:, None] * q_rows
-    dq += own[:, None] * k_rows
-    store_rows(dk_out, dk, n, anew(start), h, column, T, HV, K, C, W)
-    store_rows(dq_out, scale * dq, n, anew(start), h, column, T, HV, K, C, W)
-    q_dq, k_dk = tl.sum(q_rows * dq, axis=1), tl.sum(k_rows * dk, axis=1)
-    return k_rise, q_dq, k_dk, dg, from_state
+    return dq, b[:, None] * rise + fall, dg, rise, from_state
 
 
 @triton.jit
-def wide_queries(
-    q, k, since, first, near, far, do, s, dp, dq_out, tile, n, start, h, column, real,
-    enters, own, k_inverse, q_factor, scale, T,
+def level_grads(
+    q, k, decay, out, x, r, s, ds, p_pairs, l_pairs, dq_out, dk_out,
+    tile, n, start, h, column, real, b, enters, leaves, own, q_dq, k_dk, q_inverse,
+    k_inverse, size, scale, T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, DOT: tl.constexpr,
 ):
-    """Writes dq before the norm. Returns q as rows, dG so far, rowsum(q . dq)."""
+    """Any gate: does what `wide_grads` does."""
     key = h // (HV // H)
-    q_rows = scaled_rows(q, q_factor, n, start, key, column, real, T, H, K, C, W)
-    factor = wide_row(since)
-    pairs = dot(load_near(dp, tile, C, WIDE), near, DOT)
-    pairs += dot(load_far(dp, tile, C, WIDE), far, DOT) * UNSHIFT
-    q_left = (q_rows * factor).to(DOT)
-    dg = q_left.to(tl.float32) * pairs
-    dq = factor * pairs
-    pre = tl.where(enters[:, None], from_start(factor, first, C, WIDE), 0.0)
-    out = load_rows(do, n, anew(start), h, 0, real, T, HV, V, C, V)
-    states = pre * state_product(out, s, tile, column, C, K, V, W, DOT)
-    dg += q_rows * states
-    # The diagonal of P holds no decay.
-    k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
-    dq += states + own[:, None] * k_rows
-    store_rows(dq_out, scale * dq, n, anew(start), h, column, T, HV, K, C, W)
-    return q_left, dg, tl.sum(q_rows * dq, axis=1)
+    k_rows = load_rows(k, n, start, key, column, real, T, H, K, C, W)
+    k_rows *= k_inverse[:, None]
+    q_unit = load_rows(q, n, start, key, column, real, T, H, K, C, W)
+    q_unit *= q_inverse[:, None]
+    q_rows = scale * q_unit
+    at = tl.where(leaves & real, tl.arange(0, C), -1)
+    dq, dk, dg, rise, more = level_terms(
+        q_rows, k_rows, decay, out, x, r, s, ds, p_pairs, l_pairs, b, enters, leaves,
+        at == tl.max(at), 1.0 / size, C, DOT,
+    )
+    dq = scale * (size * dq + own[:, None] * k_rows)
+    dq = norm_backward(dq, q_unit, q_inverse, q_dq, NORM)
+    store_rows(dq_out, dq, n, start, h, column, T, HV, K, C, W)
+    dk = size * dk + own[:, None] * q_rows
+    dk = norm_backward(dk, k_rows, k_inverse, k_dk, NORM)
+    store_rows(dk_out, dk, n, start, h, column, T, HV, K, C, W)
+    return dg, tl.sum(k_rows * rise, axis=1), more
 
 
 @triton.jit
-def wide_rises(
-    k, since, first, near, far, dr, s, dl, dg, tile, n, start, key, column, real, b,
-    enters, k_inverse, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    W: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
-):
-    """Returns b k as rows, dG so far, b rise, rowsum(k . rise)."""
-    k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
-    factor = wide_row(since)
-    pairs = dot(load_near(dl, tile, C, WIDE), near, DOT)
-    pairs += dot(load_far(dl, tile, C, WIDE), far, DOT) * UNSHIFT
-    pre = tl.where(enters[:, None], from_start(factor, first, C, WIDE), 0.0)
-    r = tl.load(dr + tile_offsets(anew(tile), C, V))
-    states = pre * state_product(r, s, tile, column, C, K, V, W, DOT)
-    k_left = (b[:, None] * k_rows * factor).to(DOT)
-    dg += k_left.to(tl.float32) * pairs - b[:, None] * k_rows * states
-    rise = factor * pairs - states
-    return k_left, dg, b[:, None] * rise, tl.sum(k_rows * rise, axis=1)
+def halves(x, C: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr):
+    """The first block's rows, and the others, 0 elsewhere."""
+    first = tl.arange(0, C)[:, None] < WIDE
+    return tl.where(first, x, 0.0).to(DOT), tl.where(first, 0.0, x).to(DOT)
 
 
 @triton.jit
-def wide_falls(
-    k, since, first, total, q_left, k_left, x_in, ds, dp, dl, dg, dk, tile, n, start,
-    key, column, real, leaves, k_inverse, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    W: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+def wide_rows(
+    rows, state, pairs, near_1, near_2, far, ahead, enters, unit,
+    C: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):
-    """Returns dG but for its last row's share, dk but for diag(dP), and that share."""
-    factor = wide_column(since)
-    pairs = dot(load_near(dp, tile, C, WIDE).T, q_left, DOT)
-    pairs += dot(load_near(dl, tile, C, WIDE).T, k_left, DOT)
-    k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
-    dg -= (k_rows * factor).to(DOT).to(tl.float32) * pairs
-    dk += factor * pairs
-    factor = to_block_end(factor, first, total, C, WIDE)
-    pairs = dot(load_far(dp, tile, C, WIDE).T, q_left, DOT)
-    pairs += dot(load_far(dl, tile, C, WIDE).T, k_left, DOT)
-    pairs *= UNSHIFT
-    dg -= (k_rows * factor).to(DOT).to(tl.float32) * pairs
-    dk += factor * pairs
-    x = tl.load(x_in + tile_offsets(anew(tile), C, V))
-    states = state_product(x, ds, tile, column, C, K, V, W, DOT)
-    states *= to_end(factor, first, total, C, WIDE)
-    states = tl.where(leaves[:, None], states, 0.0)
-    from_state = k_rows * states
-    return dg - from_state, dk + states, tl.sum(from_state, axis=0)
+    """rows S^T e^G + pairs k, [C,W], but for the factor of its rows.
 
-
-@triton.jit
-def wide_terms(
-    q, k, decay, do, x_in, dr, s, ds, dp, dl, dq_out, dk_out, tile, n, start, h, column,
-    real, b, enters, leaves, own, k_inverse, q_factor, scale, T,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
-):
-    """Bounded gate: does what `level_terms` does.
-
-    Registers are short, so rows are loaded and factors computed anew in each phase.
+    near_1 and near_2 hold the first and the second block's columns, else 0; far holds
+    the first block's, up to its end. What rows take from the wrong block is dropped.
     """
-    key = h // (HV // H)
-    since, first, total = wide_exponents(decay, C, WIDE, False, DOT)
-    k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
-    factor = wide_column(since)
-    near = (k_rows * factor).to(DOT)
-    far = (k_rows * to_block_end(factor, first, total, C, WIDE)).to(DOT)
-    q_left, dg, q_dq = wide_queries(
-        q, k, since, first, near, far, do, s, dp, dq_out, tile, n, start, h, column,
-        real, enters, own, k_inverse, q_factor, scale, T, H, HV, K, V, C, W, WIDE, DOT,
-    )
-    k_left, dg, dk, k_rise = wide_rises(
-        k, since, first, near, far, dr, s, dl, dg, tile, n, start, key, column, real, b,
-        enters, k_inverse, T, H, K, V, C, W, WIDE, DOT,
-    )
-    dg, dk, from_state = wide_falls(
-        k, since, first, total, q_left, k_left, x_in, ds, dp, dl, dg, dk, tile, n,
-        start, key, column, real, leaves, k_inverse, T, H, K, V, C, W, WIDE, DOT,
-    )
-    q_rows = scaled_rows(q, q_factor, n, start, key, column, real, T, H, K, C, W)
-    k_rows = scaled_rows(k, k_inverse, n, start, key, column, real, T, H, K, C, W)
-    dk += own[:, None] * q_rows
-    store_rows(dk_out, dk, n, anew(start), h, column, T, HV, K, C, W)
-    return k_rise, q_dq, tl.sum(k_rows * dk, axis=1), dg, from_state
+    first = tl.arange(0, C)[:, None] < WIDE
+    x = dot(rows, state, DOT)
+    # One select a vector: a select between two makes Triton move whole tiles.
+    x *= tl.where(first, unit * UNSHIFT, (ahead * (unit * UNSHIFT))[None, :])
+    x = tl.where(enters[:, None], x, 0.0)
+    if C > WIDE:
+        x += tl.where(first, 0.0, UNSHIFT) * dot(pairs, far, DOT)
+        x = tl.dot(pairs, near_2, x)
+    return x + tl.where(first, dot(pairs, near_1, DOT), 0.0)
+
+
+@triton.jit
+def wide_columns(
+    x, state, p_pairs, l_pairs, q_1, q_2, k_1, k_2, behind, leaves, unit,
+    C: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+):
+    """X dS'^T, that plus the pairs of two blocks, and the pairs inside blocks."""
+    first = tl.arange(0, C)[:, None] < WIDE
+    fall = dot(x, state, DOT) * tl.where(first, (behind * unit)[None, :], unit)
+    fall = tl.where(leaves[:, None], fall, 0.0)
+    both = fall
+    inside = tl.dot(l_pairs.T, k_1, dot(p_pairs.T, q_1, DOT))
+    if C > WIDE:
+        second = tl.dot(l_pairs.T, k_2, dot(p_pairs.T, q_2, DOT))
+        both += tl.where(first, UNSHIFT, 0.0) * second
+        inside = tl.where(first, inside, second)
+    return fall, both, inside
 
 
 @triton.jit
@@ -274,7 +191,7 @@ def decay_part(
     GATE: tl.constexpr,
 ):
     """Logits of the gate, their slope, and log2 decay, for W channels."""
-    z = load_rows(g, n, anew(start), h, column, real, T, HV, K, C, W)
+    z = load_rows(g, n, start, h, column, real, T, HV, K, C, W)
     slope = tl.exp(tl.load(A_log + h).to(tl.float32))
     bias = tl.load(dt_bias + h * K + column + tl.arange(0, W)).to(tl.float32)
     return z + bias[None, :], slope, log2_decay(z, slope, bias, bound, real, GATE)
@@ -282,83 +199,158 @@ def decay_part(
 
 @triton.jit
 def finish_gate(
-    g, A_log, dt_bias, dg_out, dA_out, dbias_out, dg, last, same, leaves, real, bound,
-    tile, n, start, h, column, T,
+    g, A_log, dt_bias, ones, dg_out, dA_out, dbias_out, dg, last, size, same, leaves,
+    real, bound, tile, n, start, h, column, T,
     HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-    GATE: tl.constexpr, DOT: tl.constexpr,
+    GATE: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):
     """From the gradient by G to those by g, A_log and dt_bias."""
-    tl.debug_barrier()
+    upper = tl.load(tile_pointers(ones, 0, C, C)).T
+    if PACKED:
+        upper = tl.where(same, upper, 0.0).to(DOT)
+    dg = sum_rows(upper, dg, DOT)
+    dg = size * (dg + tl.where(leaves[:, None], last[None, :], 0.0))
     z, slope, _ = decay_part(
         g, A_log, dt_bias, bound, real, n, start, h, column, T, HV, K, C, W, GATE
     )
-    i, j = grid_ij(C)
-    dg = stretch_sum((i <= j) & same, dg, DOT)
-    dg += tl.where(leaves[:, None], last[None, :], 0.0)
     dz, dA = gate_backward(
         tl.where(real[:, None], dg, 0.0), z, slope, bound, GATE
     )
-    store_rows(dg_out, dz, n, anew(start), h, column, T, HV, K, C, W)
+    store_rows(dg_out, dz, n, start, h, column, T, HV, K, C, W)
     vector = tile.to(tl.int64) * K + column + tl.arange(0, W)
     tl.store(dA_out + vector, tl.sum(dA, axis=0))
     tl.store(dbias_out + vector, tl.sum(dz, axis=0))
 
 
 @triton.jit
+def state_columns(states, tile, column, K: tl.constexpr, V: tl.constexpr,
+                  W: tl.constexpr):
+    """W columns of a transposed state [V,K]."""
+    states += tile.to(tl.int64) * (V * K) + column
+    return tl.load(states + (tl.arange(0, V)[:, None] * K + tl.arange(0, W)[None, :]))
+
+
+@triton.jit
+def wide_grads(
+    q, k, decay, out, x, r, s, ds, p_pairs, l_pairs, ones, sums, dq_out, dk_out,
+    tile, n, start, h, column, real, b, enters, leaves, own, q_dq, k_dk, q_inverse,
+    k_inverse, size, scale, T,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr,
+    RISE: tl.constexpr, DOT: tl.constexpr,
+):
+    """Bounded gate: writes dq, dk. Returns dG, rise . k, and what its last row gets."""
+    key = h // (HV // H)
+    i, _ = grid_ij(C)
+    vector = sums + tile.to(tl.int64) * (2 * K) + column + tl.arange(0, W)
+    first, rest = tl.load(vector), tl.load(vector + K)
+    lower = tl.load(tile_pointers(ones, 0, C, C))
+    since = sum_rows(lower, decay, DOT) - tl.where(i < WIDE, 0.0, first[None, :])
+    k_rows = load_rows(k, n, start, key, column, real, T, H, K, C, W)
+    k_rows *= k_inverse[:, None]
+    factor = wide_column(since)
+    near_1, near_2 = halves(k_rows * factor, C, WIDE, DOT)
+    far, _ = halves(k_rows * to_block_end(factor, first, rest, C, WIDE), C, WIDE, DOT)
+    unit = 1.0 / size
+    pairs = wide_rows(
+        out, s, p_pairs, near_1, near_2, far, exp2(first), enters, unit, C, WIDE, DOT
+    )
+    q_unit = load_rows(q, n, start, key, column, real, T, H, K, C, W)
+    q_unit *= q_inverse[:, None]
+    factor = wide_row(since)
+    left = rounded(q_unit * (scale * factor))
+    q_1, q_2 = halves(left, C, WIDE, DOT)
+    dg = left * pairs
+    dq = (scale * size) * (factor * pairs) + (scale * own)[:, None] * k_rows
+    dq = norm_backward(dq, q_unit, q_inverse, q_dq, NORM)
+    store_rows(dq_out, dq, n, start, h, column, T, HV, K, C, W)
+    dk = q_unit * (scale * unit * own)[:, None]
+    pairs = wide_rows(
+        r, s, l_pairs, near_1, near_2, far, exp2(first), enters, -unit, C, WIDE, DOT
+    )
+    factor = b[:, None] * wide_row(since)
+    left = rounded(k_rows * factor)
+    k_1, k_2 = halves(left, C, WIDE, DOT)
+    dg += left * pairs
+    k_rise = tl.zeros([C], tl.float32)
+    if RISE:
+        k_rise += tl.sum(k_rows * wide_row(since) * pairs, axis=1)
+    dk += factor * pairs
+    fall, both, inside = wide_columns(
+        x, ds, p_pairs, l_pairs, q_1, q_2, k_1, k_2, exp2(rest), leaves, unit, C, WIDE,
+        DOT,
+    )
+    factor = wide_column(since)
+    dg -= rounded(k_rows * factor) * inside
+    dk += factor * inside
+    factor = to_block_end(factor, first, rest, C, WIDE)
+    dk += factor * both
+    factor = rounded(k_rows * factor)
+    more = tl.sum(factor * fall, axis=0)
+    dg -= factor * both
+    dk = norm_backward(size * dk, k_rows, k_inverse, k_dk, NORM)
+    store_rows(dk_out, dk, n, start, h, column, T, HV, K, C, W)
+    return dg, k_rise, more
+
+
+@triton.jit
 def grads_kernel(
-    q, k, g, A_log, dt_bias, ids, do, x_in, s, ds, dr, dp, dl, b_in, rows_in,
-    dq_out, dk_out, dg_out, dA_out, dbias_out, sums_out,
+    q, k, g, A_log, dt_bias, ids, do, x, s, ds, dr, dp, dl, b, rows, sizes, norms,
+    sums, gam, ones,
+    dq_out, dk_out, dg_out, dA_out, dbias_out, rise_out,
     T, scale, bound, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, GATE: tl.constexpr,
-    PACKED: tl.constexpr,
+    NORM: tl.constexpr, SIGMOID: tl.constexpr, PACKED: tl.constexpr,
 ):
     """Per chunk, head and W channels, as registers hold no more.
 
-    Writes dg, and dq and dk before the norms; and rowsum(k . rise), rowsum(q . dq) and
-    rowsum(k . dk) over the W channels, which only `finish_kernel` can add up.
+    Writes dq, dk, dg, the chunk's parts of dA_log and ddt_bias, and, for a write
+    strength that is no sigmoid, the W channels' part of rowsum(k . rise).
     """
     DOT: tl.constexpr = s.dtype.element_ty
     part = tl.program_id(0) % (K // W)
     tile, column = tl.program_id(0) // (K // W), part * W
-    h = tile % HV
-    chunks = tl.cdiv(T, C)
-    start = (tile // HV) % chunks * C
-    n = tile // (HV * chunks)
+    h, n, start = place_of(tile, T, HV, C)
     real = real_rows(ids, n, start, T, C, PACKED)
-    same, enters, leaves, passes = run_masks(ids, n, start, T, C, PACKED)
-    row = tile.to(tl.int64) * C + tl.arange(0, C)
-    b = tl.load(b_in + row)
-    row = tile.to(tl.int64) * (3 * C) + tl.arange(0, C)
-    own = tl.load(rows_in + row)
-    q_factor = scale * tl.load(rows_in + row + C)
-    k_inverse = tl.load(rows_in + row + 2 * C)
-    at = anew(tile).to(tl.int64) * (V * K) + column
-    at = at + tl.arange(0, V)[:, None] * K + tl.arange(0, W)[None, :]
-    both = tl.load(s + at).to(tl.float32) * tl.load(ds + at).to(tl.float32)
-    last = tl.sum(both, axis=0)
-    tl.debug_barrier()
+    same, enters, leaves, _ = run_masks(ids, n, start, T, C, PACKED)
+    size = tl.load(sizes + tile)
+    b_c = load_vector(b, tile, 0, 1, C)
+    own, q_dq = load_vector(rows, tile, 0, 3, C), load_vector(rows, tile, 1, 3, C)
+    k_dk = load_vector(rows, tile, 2, 3, C)
+    q_inverse = load_vector(norms, tile, 0, 2, C)
+    k_inverse = load_vector(norms, tile, 1, 2, C)
+    # All at once, while registers are free: they go to shared memory.
+    s_c = state_columns(s, tile, column, K, V, W)
+    ds_c = state_columns(ds, tile, column, K, V, W)
+    out = load_rows(do, n, start, h, 0, real, T, HV, V, C, V).to(DOT)
+    r = tl.load(tile_pointers(dr, tile, C, V))
+    x_c = tl.load(tile_pointers(x, tile, C, V))
+    p_pairs = tl.load(tile_pointers(dp, tile, C, C))
+    l_pairs = tl.load(tile_pointers(dl, tile, C, C))
+    last = tl.sum(s_c.to(tl.float32) * ds_c.to(tl.float32), axis=0) / size
+    last *= tl.load(gam + tile.to(tl.int64) * K + column + tl.arange(0, W))
     _, _, decay = decay_part(
         g, A_log, dt_bias, bound, real, n, start, h, column, T, HV, K, C, W, GATE
     )
-    last *= tl.where(passes, exp2(tl.sum(decay, axis=0)), 0.0)
     if WIDE > 0:
-        k_rise, q_dq, k_dk, dg, more = wide_terms(
-            q, k, decay, do, x_in, dr, s, ds, dp, dl, dq_out, dk_out, tile, n, start, h,
-            column, real, b, enters, leaves, own, k_inverse, q_factor, scale, T,
-            H, HV, K, V, C, W, WIDE, DOT,
+        dg, k_rise, more = wide_grads(
+            q, k, decay, out, x_c, r, s_c, ds_c, p_pairs, l_pairs, ones, sums, dq_out,
+            dk_out, tile, n, start, h, column, real, b_c, enters, leaves, own, q_dq,
+            k_dk, q_inverse, k_inverse, size, scale, T, H, HV, K, V, C, W, WIDE, NORM,
+            not SIGMOID, DOT,
         )
     else:
-        k_rise, q_dq, k_dk, dg, more = level_terms(
-            q, k, decay, do, x_in, dr, s, ds, dp, dl, dq_out, dk_out, tile, n, start, h,
-            column, real, b, enters, leaves, own, k_inverse, q_factor, scale, T,
-            H, HV, K, V, C, W, DOT,
+        dg, k_rise, more = level_grads(
+            q, k, decay, out, x_c, r, s_c, ds_c, p_pairs, l_pairs, dq_out, dk_out, tile,
+            n, start, h, column, real, b_c, enters, leaves, own, q_dq, k_dk, q_inverse,
+            k_inverse, size, scale, T, H, HV, K, V, C, W, NORM, DOT,
         )
-    sums = sums_out + (part.to(tl.int64) * N + tile) * (3 * C) + tl.arange(0, C)
-    tl.store(sums, k_rise)
-    tl.store(sums + C, q_dq)
-    tl.store(sums + 2 * C, k_dk)
+    if not SIGMOID:
+        at = (part.to(tl.int64) * N + tile) * C + tl.arange(0, C)
+        tl.store(rise_out + at, size * k_rise)
     finish_gate(
-        g, A_log, dt_bias, dg_out, dA_out, dbias_out, dg, last + more, same, leaves,
-        real, bound, tile, n, start, h, column, T, HV, K, C, W, GATE, DOT,
+        g, A_log, dt_bias, ones, dg_out, dA_out, dbias_out, dg, last + more, size, same,
+        leaves, real, bound, tile, n, start, h, column, T, HV, K, C, W, GATE, PACKED,
+        DOT,
     )

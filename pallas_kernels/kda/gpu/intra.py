@@ -9,22 +9,21 @@ from pallas_kernels.kda.gpu.tiles import (
     exp2,
     from_start,
     grid_ij,
-    inverse_norm,
     level_mask,
     levels,
     load_rows,
     log2_decay,
     outer_factors,
     pair_factor,
+    place_of,
     real_rows,
     run_masks,
-    tile_offsets,
+    tile_pointers,
     to_block_end,
     to_end,
     unit_lower_inverse,
     wide_column,
     wide_exponents,
-    wide_mask,
     wide_row,
     write_strength,
 )
@@ -35,24 +34,21 @@ from pallas_kernels.kda.gpu.tiles import (
 
 @triton.jit
 def level_tiles(
-    q, k, decay, b, enters, leaves, real, kb_out, qp_out, kr_out, tile, n, start, h, T,
-    scale, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr,
-    DOT: tl.constexpr,
+    q, k, decay, b, q_factor, k_inverse, enters, leaves, real, kb_out, qp_out, kr_out,
+    tile, n, start, h, T,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr,
 ):
-    """Any gate: writes Kb, Qp and Kr; returns M and P."""
-    k_rows = load_rows(k, n, start, h, 0, real, T, H, K, C, K)
-    k_rows *= inverse_norm(k_rows, NORM, C)[:, None]
-    q_rows = load_rows(q, n, start, h, 0, real, T, H, K, C, K)
-    q_rows *= (scale * inverse_norm(q_rows, NORM, C))[:, None]
+    """Any gate: writes Kb, Qp and Kr; returns M and P below the diagonal."""
+    k_rows = load_rows(k, n, start, h, 0, real, T, H, K, C, K) * k_inverse[:, None]
+    q_rows = load_rows(q, n, start, h, 0, real, T, H, K, C, K) * q_factor[:, None]
     pre, post = outer_factors(decay, C, DOT)
-    wide = tile_offsets(tile, C, K)
     kb = tl.where(enters[:, None], b[:, None] * k_rows * pre, 0.0)
-    tl.store(kb_out + wide, kb.to(DOT))
-    tl.store(qp_out + wide, tl.where(enters[:, None], q_rows * pre, 0.0).to(DOT))
-    tl.store(kr_out + wide, tl.where(leaves[:, None], k_rows * post, 0.0).to(DOT))
-    i, j = grid_ij(C)
-    m = tl.zeros([C, C], tl.float32)
-    p = tl.where(i == j, tl.sum(q_rows * k_rows, axis=1)[:, None], 0.0)
+    tl.store(tile_pointers(kb_out, tile, C, K), kb.to(DOT))
+    qp = tl.where(enters[:, None], q_rows * pre, 0.0)
+    tl.store(tile_pointers(qp_out, tile, C, K), qp.to(DOT))
+    kr = tl.where(leaves[:, None], k_rows * post, 0.0)
+    tl.store(tile_pointers(kr_out, tile, C, K), kr.to(DOT))
+    m, p = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for level in range(levels(C)):
         factor = pair_factor(decay, level, C, DOT)
         right = (k_rows * factor).to(DOT)
@@ -62,42 +58,58 @@ def level_tiles(
 
 
 @triton.jit
-def wide_tiles(
-    q, k, decay, b, enters, leaves, real, kb_out, qp_out, kr_out, tile, n, start, h, T,
-    scale, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
-    NORM: tl.constexpr, DOT: tl.constexpr,
+def row_products(
+    q, k, n, start, h, real, T,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr,
 ):
-    """Bounded gate: writes Kb, Qp and Kr; returns M and P."""
-    k_rows = load_rows(k, n, start, h, 0, real, T, H, K, C, K)
+    """What normalises q and k, and q . k of the raw rows, [C] each."""
     q_rows = load_rows(q, n, start, h, 0, real, T, H, K, C, K)
-    k_inverse = inverse_norm(k_rows, NORM, C)
-    q_inverse = scale * inverse_norm(q_rows, NORM, C)
-    own = tl.sum(q_rows * k_rows, axis=1) * k_inverse * q_inverse
-    since, first, total = wide_exponents(decay, C, WIDE, True, DOT)
-    wide = tile_offsets(tile, C, K)
-    column = k_rows * k_inverse[:, None] * wide_column(since)
-    near = column.to(DOT)
-    column = to_block_end(column, first, total, C, WIDE)
-    far = column.to(DOT)
-    kr = to_end(column, first, total, C, WIDE)
-    tl.store(kr_out + wide, tl.where(leaves[:, None], kr, 0.0).to(DOT))
+    k_rows = load_rows(k, n, start, h, 0, real, T, H, K, C, K)
+    qk = tl.sum(q_rows * k_rows, axis=1)
+    if NORM:
+        qq, kk = tl.sum(q_rows * q_rows, axis=1), tl.sum(k_rows * k_rows, axis=1)
+        return tl.rsqrt(qq + 1e-6), tl.rsqrt(kk + 1e-6), qk
+    else:
+        one = tl.full([C], 1.0, tl.float32)
+        return one, one, qk
+
+
+@triton.jit
+def wide_tiles(
+    q, k, decay, b, q_factor, k_inverse, enters, leaves, real, kb_out, qp_out, kr_out,
+    sums_out, tile, n, start, h, T,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Bounded gate: does what `level_tiles` does."""
+    since, first, rest = wide_exponents(decay, C, WIDE)
+    vector = sums_out + tile.to(tl.int64) * (2 * K) + tl.arange(0, K)
+    tl.store(vector, first)
+    tl.store(vector + K, rest)
+    k_rows = load_rows(k, n, start, h, 0, real, T, H, K, C, K) * k_inverse[:, None]
+    factor = k_rows * wide_column(since)
+    near = factor.to(DOT)
+    factor = to_block_end(factor, first, rest, C, WIDE)
+    far = factor.to(DOT)
+    kr = tl.where(leaves[:, None], to_end(factor, rest, C, WIDE), 0.0)
+    tl.store(tile_pointers(kr_out, tile, C, K), kr.to(DOT))
     row_factor = wide_row(since)
-    row = k_rows * k_inverse[:, None] * row_factor
+    row = k_rows * row_factor
     kb = b[:, None] * from_start(row, first, C, WIDE)
-    tl.store(kb_out + wide, tl.where(enters[:, None], kb, 0.0).to(DOT))
+    kb = tl.where(enters[:, None], kb, 0.0)
+    tl.store(tile_pointers(kb_out, tile, C, K), kb.to(DOT))
     m = join_blocks(row.to(DOT), near, far, C, WIDE, DOT)
-    row = q_rows * q_inverse[:, None] * row_factor
+    row = load_rows(q, n, start, h, 0, real, T, H, K, C, K)
+    row *= q_factor[:, None] * row_factor
     qp = tl.where(enters[:, None], from_start(row, first, C, WIDE), 0.0)
-    tl.store(qp_out + wide, qp.to(DOT))
-    p = join_blocks(row.to(DOT), near, far, C, WIDE, DOT)
-    i, j = grid_ij(C)
-    return m, tl.where(i == j, own[:, None], p)
+    tl.store(tile_pointers(qp_out, tile, C, K), qp.to(DOT))
+    return m, join_blocks(row.to(DOT), near, far, C, WIDE, DOT)
 
 
 @triton.jit
 def join_blocks(row, near, far, C: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr):
-    """[C,C] below the diagonal: blocks on the diagonal, and those left of them."""
-    x = tl.where(wide_mask(C, WIDE), dot(row, near.T, DOT), 0.0)
+    """[C,C]: blocks on the diagonal, and those left of them."""
+    x = dot(row, near.T, DOT)
     if C > WIDE:
         x = tl.where(level_mask(WIDE, C), dot(row, far.T, DOT) * UNSHIFT, x)
     return x
@@ -106,46 +118,56 @@ def join_blocks(row, near, far, C: tl.constexpr, WIDE: tl.constexpr, DOT: tl.con
 @triton.jit
 def intra_kernel(
     q, k, g, beta, A_log, dt_bias, ids,
-    a_out, p_out, qp_out, kb_out, kr_out, gam_out, b_out,
+    a_out, p_out, qp_out, kb_out, kr_out, gam_out, b_out, norms_out, sums_out,
     T, scale, bound,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
     WIDE: tl.constexpr, GATE: tl.constexpr,
     NORM: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Writes tiles of A, P, Qp, Kb = b Kp, Kr and vectors gam and b."""
+    """Writes tiles of A, P, Qp, Kb = b Kp, Kr and vectors gam and b.
+
+    For `grads.py` also the factors that normalise q and k, and, for a bounded gate, the
+    log2 decays of the first block and of the rest.
+    """
     DOT: tl.constexpr = qp_out.dtype.element_ty
     tile = tl.program_id(0)
-    h = tile % HV
-    chunks = tl.cdiv(T, C)
-    start = (tile // HV) % chunks * C
-    n = tile // (HV * chunks)
+    h, n, start = place_of(tile, T, HV, C)
+    key = h // (HV // H)
     real = real_rows(ids, n, start, T, C, PACKED)
     same, enters, leaves, passes = run_masks(ids, n, start, T, C, PACKED)
-
-    raw_g = load_rows(g, n, start, h, 0, real, T, HV, K, C, K)
-    slope = tl.exp(tl.load(A_log + h).to(tl.float32))
-    bias = tl.load(dt_bias + h * K + tl.arange(0, K)).to(tl.float32)
-    decay = log2_decay(raw_g, slope, bias, bound, real, GATE)
     at = (n.to(tl.int64) * T + start + tl.arange(0, C)) * HV + h
     raw_b = tl.load(beta + at, mask=real, other=0.0).to(tl.float32)
     b = write_strength(raw_b, real, SIGMOID, DOUBLE)
     tl.store(b_out + tile.to(tl.int64) * C + tl.arange(0, C), b)
-
+    q_inverse, k_inverse, qk = row_products(
+        q, k, n, start, key, real, T, H, K, C, NORM
+    )
+    row = norms_out + tile.to(tl.int64) * (2 * C) + tl.arange(0, C)
+    tl.store(row, q_inverse)
+    tl.store(row + C, k_inverse)
+    q_factor = scale * q_inverse
+    raw_g = load_rows(g, n, start, h, 0, real, T, HV, K, C, K)
+    slope = tl.exp(tl.load(A_log + h).to(tl.float32))
+    bias = tl.load(dt_bias + h * K + tl.arange(0, K)).to(tl.float32)
+    decay = log2_decay(raw_g, slope, bias, bound, real, GATE)
+    gam = tl.where(passes, exp2(tl.sum(decay, axis=0)), 0.0)
+    tl.store(gam_out + tile.to(tl.int64) * K + tl.arange(0, K), gam)
     if WIDE > 0:
         m, p = wide_tiles(
-            q, k, decay, b, enters, leaves, real, kb_out, qp_out, kr_out, tile, n,
-            start, h // (HV // H), T, scale, H, K, C, WIDE, NORM, DOT,
+            q, k, decay, b, q_factor, k_inverse, enters, leaves, real, kb_out, qp_out,
+            kr_out, sums_out, tile, n, start, key, T, H, K, C, WIDE, DOT,
         )
     else:
         m, p = level_tiles(
-            q, k, decay, b, enters, leaves, real, kb_out, qp_out, kr_out, tile, n,
-            start, h // (HV // H), T, scale, H, K, C, NORM, DOT,
+            q, k, decay, b, q_factor, k_inverse, enters, leaves, real, kb_out, qp_out,
+            kr_out, tile, n, start, key, T, H, K, C, DOT,
         )
-    gam = tl.where(passes, exp2(tl.sum(decay, axis=0)), 0.0)
-    tl.store(gam_out + tile.to(tl.int64) * K + tl.arange(0, K), gam)
-    square = tile_offsets(tile, C, C)
-    tl.store(p_out + square, tl.where(same, p, 0.0).to(DOT))
-    lower = tl.where(same, b[:, None] * m, 0.0)
+    i, j = grid_ij(C)
+    own = (qk * q_factor * k_inverse)[:, None]
+    p = tl.where(i > j, p, tl.where(i == j, own, 0.0))
+    tl.store(tile_pointers(p_out, tile, C, C), tl.where(same, p, 0.0).to(DOT))
+    lower = tl.where(same & (i > j), b[:, None] * m, 0.0)
     INV: tl.constexpr = tl.float16 if tl.bfloat16 == DOT else tl.float32
-    tl.store(a_out + square, unit_lower_inverse(lower, C, INV).to(DOT))
+    a = unit_lower_inverse(lower, C, INV)
+    tl.store(tile_pointers(a_out, tile, C, C), a.to(DOT))

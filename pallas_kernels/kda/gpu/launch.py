@@ -6,6 +6,7 @@ from JAX, so that whatever surrounds the kernels runs as it does on a GPU.
 """
 
 import threading
+import warnings
 from typing import Any
 
 import jax
@@ -37,7 +38,8 @@ def launch(
     Args:
       kernel: a `triton.jit` function whose parameters are the names below.
       inputs: arrays by parameter.
-      outputs: shapes and dtypes by parameter, in the order of the parameters.
+      outputs: shapes and dtypes by parameter, in the order of the parameters. One that
+        is an input too is written in place, where XLA need not keep the input.
       programs: instances, on a grid of one axis.
       num_warps: warps an instance.
       num_stages: default depth of the pipelines that copy ahead.
@@ -51,16 +53,22 @@ def launch(
         return _vary_like(made, inputs)
     import jax_triton
 
-    made = jax_triton.triton_call(
-        **inputs,
-        **settings,
-        kernel=kernel,
-        out_type=tuple(outputs.values()),
-        grid=(programs,),
-        num_warps=num_warps,
-        num_stages=num_stages,
-        name=kernel.fn.__name__,
-    )
+    given = [name for name in kernel.arg_names if name in inputs]
+    results = list(outputs)
+    aliases = {given.index(n): results.index(n) for n in results if n in inputs}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="input_output_aliases")
+        made = jax_triton.triton_call(
+            **inputs,
+            **settings,
+            kernel=kernel,
+            out_type=tuple(outputs.values()),
+            grid=(programs,),
+            num_warps=num_warps,
+            num_stages=num_stages,
+            input_output_aliases=aliases,
+            name=kernel.fn.__name__,
+        )
     return _vary_like(made, inputs)
 
 
@@ -93,10 +101,11 @@ def _interpret(kernel, inputs, outputs, programs, settings):
         made = {
             name: Buffer(np.full(x.shape, np.nan).astype(x.dtype))
             for name, x in outputs.items()
+            if name not in given
         }
         with _ONE_AT_A_TIME:
             kernel[(programs,)](**given, **made, **settings)
-        return tuple(x.array for x in made.values())
+        return tuple((made | given)[name].array for name in outputs)
 
     return jax.pure_callback(
         run, tuple(outputs.values()), inputs, vmap_method="sequential"

@@ -63,17 +63,17 @@ def exp2_again(x):
 
 
 @triton.jit
-def anew(x):
-    """An int32 that the compiler cannot tell from x, yet takes for another value.
-
-    What is computed from it, such as the addresses of a tile, is not kept in registers
-    for the next use.
-    """
+def rounded(x):
+    """float32 values rounded to bfloat16: the convert to one value is a slow one."""
     if INTERPRETED:
-        return x
+        return x.to(tl.bfloat16).to(tl.float32)
     else:
         return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [x], tl.int32, False, 1
+            """{ .reg .b32 both;
+            cvt.rn.bf16x2.f32 both, $3, $2;
+            shl.b32 $0, both, 16;
+            and.b32 $1, both, 0xffff0000; }""",
+            "=f,=f,f,f", [x], tl.float32, True, 2,
         )
 
 
@@ -89,15 +89,22 @@ def reciprocal(x):
 
 
 @triton.jit
+def power_of_two(x):
+    """The power of two at or below a float32 >= 0, within 2^100 of 1; 1 for 0."""
+    bits = tl.cast(x, tl.int32, bitcast=True) & 0x7F800000
+    power = tl.clamp(tl.cast(bits, tl.float32, bitcast=True), 2.0**-100, 2.0**100)
+    return tl.where(x > 0.0, power, 1.0)
+
+
+@triton.jit
 def dot(a, b, DOT: tl.constexpr):
     """a @ b with operands rounded to DOT, accumulated in float32."""
     return tl.dot(a.to(DOT), b.to(DOT), input_precision="tf32x3")
 
 
 @triton.jit
-def stretch_sum(w, x, DOT: tl.constexpr):
-    """w @ x for a matrix of 0 and 1, nearly in float32: x goes in two halves."""
-    ones = w.to(tl.float32).to(DOT)
+def sum_rows(ones, x, DOT: tl.constexpr):
+    """ones @ x for a matrix of 0 and 1, nearly in float32: x goes in two halves."""
     if tl.float32 == DOT:
         total = tl.dot(ones, x, input_precision="tf32x3")
     else:
@@ -108,13 +115,32 @@ def stretch_sum(w, x, DOT: tl.constexpr):
 
 
 @triton.jit
-def row_offsets(
-    n, start, h, column, T,
+def stretch_sum(w, x, DOT: tl.constexpr):
+    """`sum_rows` for a mask."""
+    return sum_rows(w.to(tl.float32).to(DOT), x, DOT)
+
+
+@triton.jit
+def place_of(tile, T, HV: tl.constexpr, C: tl.constexpr):
+    """Value head, batch row and first token of a tile: heads run fastest."""
+    chunks = tl.cdiv(T, C)
+    return tile % HV, tile // (HV * chunks), (tile // HV) % chunks * C
+
+
+@triton.jit
+def load_vector(ptr, tile, part, COUNT: tl.constexpr, C: tl.constexpr):
+    """Row `part` of tile number `tile` of an array of [COUNT,C] tiles."""
+    return tl.load(ptr + tile.to(tl.int64) * (COUNT * C) + part * C + tl.arange(0, C))
+
+
+@triton.jit
+def row_pointers(
+    ptr, n, start, h, column, T,
     H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):
-    """Offsets [C,W] into one head of [B,T,H,D], from token `start` and `column` on."""
-    base = ((n.to(tl.int64) * T + start) * H + h) * D + column
-    return base + tl.arange(0, C)[:, None] * (H * D) + tl.arange(0, W)[None, :]
+    """Pointers [C,W] to one head of [B,T,H,D], from token `start` and `column` on."""
+    ptr += ((n.to(tl.int64) * T + start) * H + h) * D + column
+    return ptr + (tl.arange(0, C)[:, None] * (H * D) + tl.arange(0, W)[None, :])
 
 
 @triton.jit
@@ -123,8 +149,8 @@ def load_rows(
     H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):
     """Tile [C,W] of one head of [B,T,H,D] as float32; 0 where not real."""
-    offsets = row_offsets(n, start, h, column, T, H, D, C, W)
-    return tl.load(ptr + offsets, mask=real[:, None], other=0.0).to(tl.float32)
+    at = row_pointers(ptr, n, start, h, column, T, H, D, C, W)
+    return tl.load(at, mask=real[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -133,16 +159,16 @@ def store_rows(
     H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):
     """Writes a tile [C,W] to one head of [B,T,H,D]."""
-    offsets = row_offsets(n, start, h, column, T, H, D, C, W)
+    at = row_pointers(ptr, n, start, h, column, T, H, D, C, W)
     inside = start + tl.arange(0, C) < T
-    tl.store(ptr + offsets, x.to(ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(at, x.to(ptr.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
-def tile_offsets(tile, R: tl.constexpr, D: tl.constexpr):
-    """Offsets of tile number `tile` of an array of [R,D] tiles."""
-    inside = tl.arange(0, R)[:, None] * D + tl.arange(0, D)[None, :]
-    return tile.to(tl.int64) * (R * D) + inside
+def tile_pointers(ptr, tile, R: tl.constexpr, D: tl.constexpr):
+    """Pointers to tile number `tile` of an array of [R,D] tiles."""
+    ptr += tl.cast(tile, tl.int64) * (R * D)
+    return ptr + (tl.arange(0, R)[:, None] * D + tl.arange(0, D)[None, :])
 
 
 @triton.jit
@@ -180,13 +206,14 @@ def run_masks(ids, n, start, T, C: tl.constexpr, PACKED: tl.constexpr):
 @triton.jit
 def log2_decay(g, slope, bias, bound, real, GATE: tl.constexpr):
     """Log2 of the decay per token [C,K]; `gates.log_decay` in log2 units."""
+    x = g + bias[None, :]
     if GATE == "bounded":
-        decay = (bound * LOG2E) * sigmoid(slope * (g + bias[None, :]))
+        decay = (bound * LOG2E) * reciprocal(1.0 + exp2(x * (-LOG2E * slope)))
     elif GATE == "softplus":
-        decay = -(slope * LOG2E) * softplus(g + bias[None, :])
+        decay = tl.maximum(-(slope * LOG2E) * softplus(x), LOWEST)
     else:
-        decay = g * LOG2E
-    return tl.where(real[:, None], tl.maximum(decay, LOWEST), 0.0)
+        decay = tl.maximum(g * LOG2E, LOWEST)
+    return tl.where(real[:, None], decay, 0.0)
 
 
 @triton.jit
@@ -211,15 +238,6 @@ def write_strength(raw, real, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr):
 
 
 @triton.jit
-def inverse_norm(x, NORM: tl.constexpr, C: tl.constexpr):
-    """[C]: what to multiply rows by to normalise them."""
-    if NORM:
-        return tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6)
-    else:
-        return tl.full([C], 1.0, tl.float32)
-
-
-@triton.jit
 def grid_ij(C: tl.constexpr):
     return tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
 
@@ -241,18 +259,12 @@ def pair_factor(g, level, C: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def wide_exponents(
-    g, C: tl.constexpr, WIDE: tl.constexpr, SCAN: tl.constexpr, DOT: tl.constexpr
-):
-    """Decay since the start of the block [C,K]; sums over first block and chunk [K]."""
+def wide_exponents(g, C: tl.constexpr, WIDE: tl.constexpr):
+    """Decay since the start of the block [C,K]; sums over first block and rest [K]."""
     first_block = tl.arange(0, C)[:, None] < WIDE
     first = tl.sum(tl.where(first_block, g, 0.0), axis=0)
-    if SCAN:
-        since = tl.cumsum(g, axis=0) - tl.where(first_block, 0.0, first[None, :])
-    else:
-        i, j = grid_ij(C)
-        since = stretch_sum((i >= j) & (i // WIDE == j // WIDE), g, DOT)
-    return since, first, tl.sum(g, axis=0)
+    since = tl.cumsum(g, axis=0) - tl.where(first_block, 0.0, first[None, :])
+    return since, first, tl.sum(tl.where(first_block, 0.0, g), axis=0)
 
 
 @triton.jit
@@ -273,25 +285,18 @@ def from_start(row, first, C: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def to_block_end(column, first, total, C: tl.constexpr, WIDE: tl.constexpr):
+def to_block_end(column, first, rest, C: tl.constexpr, WIDE: tl.constexpr):
     """Decay after the token up to the end of its block, from column factors."""
     first_block = tl.arange(0, C)[:, None] < WIDE
-    # One select a vector: a select between two makes Triton move whole tiles.
-    column *= tl.where(first_block, exp2(first + SHIFT)[None, :], 1.0)
-    return column * tl.where(first_block, 1.0, exp2(total - first + SHIFT)[None, :])
+    first, rest = exp2(first + SHIFT)[None, :], exp2(rest + SHIFT)[None, :]
+    return column * tl.where(first_block, first, rest)
 
 
 @triton.jit
-def to_end(block_end, first, total, C: tl.constexpr, WIDE: tl.constexpr):
+def to_end(block_end, rest, C: tl.constexpr, WIDE: tl.constexpr):
     """exp2(G_last - G)."""
     first_block = tl.arange(0, C)[:, None] < WIDE
-    return block_end * tl.where(first_block, exp2(total - first)[None, :], 1.0)
-
-
-@triton.jit
-def wide_mask(C: tl.constexpr, WIDE: tl.constexpr):
-    i, j = grid_ij(C)
-    return (i > j) & (i // WIDE == j // WIDE)
+    return block_end * tl.where(first_block, exp2(rest)[None, :], 1.0)
 
 
 @triton.jit
