@@ -251,8 +251,8 @@ class Plan:
         arrays |= {"b": chunks.b, "rows": rows, "sizes": sizes, "norms": chunks.norms}
         ones = jnp.tril(jnp.ones((self.C, self.C), self.dtype))
         arrays |= {"sums": chunks.sums, "gam": chunks.gam, "ones": ones}
-        names = ("T", "scale", "bound", "H", "HV", "K", "C", "WIDE", "GATE", "NORM")
-        names += ("SIGMOID", "PACKED")
+        names: tuple[str, ...] = ("T", "scale", "bound", "H", "HV", "K", "C", "WIDE")
+        names += ("GATE", "NORM", "SIGMOID", "PACKED")
         dq, dk, dg, dA, dbias, rise = launch(
             grads_kernel,
             arrays,
