@@ -79,7 +79,7 @@ def test_rows_of_links_experts_and_dispatch():
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["meshes", "step"])
 def test_rows_of_whole_programs(part):
-    one = {"meshes": ("fsdp=2,context=-1",), "step_meshes": {"fsdp=-1": ("defaults",)}}
+    one = {"meshes": ("fsdp=2,context=-1",), "step_meshes": {"fsdp=2": ("defaults",)}}
     result = bench_multi_gpu.run(config(parts=(part,), **one))
     assert len(result["rows"]) == {"meshes": 2, "step": 1}[part]
 
