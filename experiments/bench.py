@@ -15,7 +15,15 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from experiments import bench_generation, bench_kda, bench_kda_tpu, bench_prefill, cli
+from experiments import (
+    bench_generation,
+    bench_kda,
+    bench_kda_tpu,
+    bench_multi_gpu,
+    bench_prefill,
+    cli,
+)
+from kimi_jax import distributed
 from kimi_jax.errors import UserError
 
 SUITES = {
@@ -23,6 +31,7 @@ SUITES = {
     "kda_tpu_static": bench_kda_tpu.run,
     "generation": bench_generation.run,
     "prefill": bench_prefill.run,
+    "multi_gpu": bench_multi_gpu.run,
 }
 
 
@@ -31,6 +40,8 @@ def main(overrides: list[str]) -> None:
     folder = pathlib.Path(flags.FLAGS.workdir)
     folder.mkdir(parents=True, exist_ok=True)
     result = SUITES[config.suite](config)
+    if not distributed.is_leader():
+        return
     (folder / "results.json").write_text(json.dumps(result, indent=2))
     if any(row.get("ms") for row in result["rows"]):
         draw(result["rows"], folder / "results.png")
@@ -44,12 +55,17 @@ def load(overrides: list[str]) -> ConfigDict:
     config = ConfigDict(cli.load_values())
     for override in overrides:
         name, _, text = override.partition("=")
-        if name not in config:
+        *sections, field = name.split(".")
+        values = config
+        for section in sections:
+            values = values.get(section, ConfigDict())
+        if field not in values:
             raise UserError(
-                f"--config.{name} does not exist; there are {', '.join(config)}"
+                f"--config.{name} does not exist; there are "
+                f"{', '.join(values or config)}"
             )
         try:
-            config[name] = ast.literal_eval(text.capitalize() if text else "True")
+            values[field] = _value(text, values[field])
         except (TypeError, ValueError, SyntaxError) as error:
             raise UserError(f"--config.{override}: not a value of {name}") from error
     if config.get("suite") not in SUITES:
@@ -57,6 +73,17 @@ def load(overrides: list[str]) -> ConfigDict:
             f"suite={config.get('suite')!r} does not exist; choose of {[*SUITES]}"
         )
     return config
+
+
+def _value(text: str, before: object) -> object:
+    """What is written there, a literal of Python; where a string may be, any text."""
+    words = {"": "True", "true": "True", "false": "False"}
+    try:
+        return ast.literal_eval(words.get(text, text))
+    except (ValueError, SyntaxError):
+        if before is None or isinstance(before, str):
+            return text
+        raise
 
 
 def show(result: dict) -> None:

@@ -10,13 +10,14 @@ from absl import flags
 from rich.console import Console
 
 from experiments import cli
-from kimi_jax import distributed
+from kimi_jax import distributed, gpus
 from kimi_jax.train.loop import train
 
 
 def main(overrides: list[str]) -> None:
     command = shlex.join(["python", "-m", "experiments.train", *sys.argv[1:]])
     config = cli.load_config(overrides)
+    gpus.check()
     distributed.start(config.cluster)
     train(
         config,

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -50,6 +51,7 @@ OPTIONS = {
         "--slices=2",
     ),
     "skypilot": ("--name=n", "--gpus=H200:8", "--bucket=s3://b", "--nodes=2"),
+    "local": ("--processes=2",),
 }
 # Stands for the tools of the clouds; notes what it was called with.
 STUB = f"""#!{sys.executable} -IS
@@ -92,7 +94,7 @@ def dry_run(name, *options):
     return printed(done.stdout)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "local"])
 def test_what_is_printed_is_what_runs(name, tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -238,6 +240,31 @@ def test_skypilot():
         "--config.cluster.processes=2",
         "--config.cluster.process=1",
     )
+
+
+def test_local(tmp_path):
+    """Each process has a GPU; one that fails takes the others with it."""
+    commands = sorted(words for words, _ in dry_run("local", "--module=experiments.rl"))
+    for process, words in enumerate(commands):
+        assert tuple(words[:5]) == (
+            *("env", f"CUDA_VISIBLE_DEVICES={process}", "python", "-m"),
+            "experiments.rl",
+        )
+        assert tuple(words[5:]) == (
+            *TRAIN,
+            "--config.cluster.coordinator=localhost:8476",
+            "--config.cluster.processes=2",
+            f"--config.cluster.process={process}",
+        )
+    assert len(commands) == 2
+    (tmp_path / "python").write_text(
+        '#!/bin/sh\n[ "$CUDA_VISIBLE_DEVICES" = 0 ] && exit 3\nexec sleep 60\n'
+    )
+    (tmp_path / "python").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    started = time.monotonic()
+    done = launch("local", *OPTIONS["local"], "--", *TRAIN, PATH=path)
+    assert done.returncode == 3 and time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize(

@@ -82,28 +82,6 @@ def starts_relative(segment_ids_BT: Array, axis: str) -> Array:
     return jnp.minimum(start_BT - offset, t_T)
 
 
-def state_passes(segment_ids_BT: Array, axis: str) -> Array:
-    """Whether the state before each rank's piece reaches the piece's first document.
-
-    The rule of `pallas_kernels.kda`: padding carries the state and never ends a
-    document, and the first document of a row takes the state it is given. A rank
-    with padding alone lets the state through. Gathers two ids per row.
-
-    Returns:
-      bool [R, B], equal on all ranks.
-    """
-    check_segment_ids(segment_ids_BT)
-    real_BT = segment_ids_BT != 0
-    first_B1 = jnp.argmax(real_BT, axis=1, keepdims=True)
-    last_B1 = real_BT.shape[1] - 1 - jnp.argmax(real_BT[:, ::-1], 1, keepdims=True)
-    ends_B2 = jnp.concatenate([first_B1, last_B1], axis=1)
-    ends_B2 = jnp.take_along_axis(segment_ids_BT, ends_B2, axis=1)
-    first_RB, last_RB = jnp.moveaxis(lax.all_gather(ends_B2, axis), 2, 0)
-    live_RB = lax.associative_scan(lambda a, b: jnp.where(b == 0, a, b), last_RB)
-    before_RB = jnp.pad(live_RB, ((1, 0), (0, 0)))[:-1]
-    return (before_RB == 0) | (first_RB == 0) | (first_RB == before_RB)
-
-
 def from_rank(x_B: Array, rank_B: Array | int, axis: str) -> Array:
     """The array of one rank on all ranks; a gradient reaches that rank alone.
 

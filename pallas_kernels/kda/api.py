@@ -99,6 +99,7 @@ def kda(
     use_beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
     chunk_size: int = 64,
+    axis: str | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array | None]:
     """Kimi Delta Attention over whole sequences, differentiable in every float input.
@@ -117,6 +118,8 @@ def kda(
         padding never splits a run. None means one document per row.
       output_final_state: also return the state after the last token.
       chunk_size: 16, 32, 64 or 128; changes speed and memory, not the result.
+      axis: inside `jax.shard_map`, the mesh axis that time is split over, for Triton
+        kernels alone; `kimi_jax.ops.context_kda` is for all, and says the rest.
       implementation: see `choose_implementation`.
       others: see this module.
 
@@ -131,7 +134,7 @@ def kda(
     check_arrays(inputs, state, ids, lead=("B", "T"))
     flags = use_gate_in_kernel, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
-    options = Options(scale, lower_bound, *flags, chunk_size)
+    options = Options(scale, lower_bound, *flags, chunk_size, axis)
     check_options(inputs, options)
     name, _ = choose_implementation(implementation, target.platform(), inputs)
     o, state = _run(name, inputs, state, ids, options)
@@ -194,12 +197,17 @@ def _run(
     options: Options,
 ) -> tuple[Array, Array]:
     """Fills in what was left out, and calls the implementation."""
+    if options.axis is not None and name != "triton":
+        raise ValueError(
+            f"axis={options.axis!r}: {name!r} does not exchange states, only 'triton' "
+            "does; call kimi_jax.ops.context_kda, which runs anywhere"
+        )
     if state is None:
         state = _zero_state(inputs)
     time = inputs.v.shape[1]
     if time == 0:
         return jnp.zeros_like(inputs.v), state
-    runs = None if segment_ids is None else find_runs(segment_ids)
+    runs = None if segment_ids is None else find_runs(segment_ids, options.axis)
     options = options._replace(chunk_size=_fit_chunk(options.chunk_size, time))
     return _IMPLEMENTATIONS[name](inputs, state, runs, options)
 

@@ -25,6 +25,7 @@ class Options(NamedTuple):
     use_beta_sigmoid: bool
     allow_neg_eigval: bool
     chunk_size: int = 64
+    axis: str | None = None
 
 
 class Inputs(NamedTuple):

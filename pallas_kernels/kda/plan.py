@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kda import ranks
 from pallas_kernels.kda.gates import Inputs, Options
 
 Array = jax.Array
@@ -55,13 +56,22 @@ class Plan:
         self.segments = self._count_segments()
 
     def _count_segments(self) -> int:
-        """Cuts rows when the scan would leave most of the card idle.
+        """Cuts rows where the scan, and the pass that finds summaries, end sooner.
 
-        A cut row costs 2.2 times the work, so it must spread over 4 times the programs.
+        That pass carries V + K columns. Ranks of a mesh axis need it anyway.
         """
         programs = self.B * self.HV * (self.V // self.BV)
-        segments = min(PROCESSORS // programs, -(-self.T // self.C) // LEAST_CHUNKS)
-        return segments if segments >= 4 else 1
+        summaries = self.B * self.HV * ((self.V + self.K) // self.BV)
+        most = min(PROCESSORS // programs, -(-self.T // self.C) // LEAST_CHUNKS)
+
+        def length(segments: int) -> float:
+            """Of all passes, relative to a scan in which every program has its SM."""
+            waves = -(-programs * segments // PROCESSORS)
+            if segments > 1 or self.options.axis is not None:
+                waves += -(-summaries * segments // PROCESSORS)
+            return waves / segments
+
+        return min(range(1, max(1, most) + 1), key=length)
 
     def _array(self, *shape: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype or self.dtype)
@@ -154,12 +164,16 @@ class Plan:
             "STAGES": 3 if self.dtype == jnp.bfloat16 else 1,
         }
 
-    def scan(self, inputs, codes, chunks, state, save):
+    def scan(self, inputs, codes, passes, chunks, state, save):
         """Returns o, states before the chunks and X (if `save`), and the last state."""
-        states = state[:, None]
-        if self.segments > 1:
+        states, axis = state[:, None], self.options.axis
+        if self.segments > 1 or axis is not None:
             *_, summaries = self._scan(inputs, codes, chunks, states, False, True)
-            states = self._enter(jnp.moveaxis(summaries, 1, 0), state)
+            summaries = jnp.moveaxis(summaries, 1, 0)
+            if axis is not None:
+                piece = ranks.whole(summaries, jnp.zeros_like(state))
+                state = ranks.exchange(piece, state, passes, axis)
+            states = self._enter(summaries, state)
         o, s, x, last = self._scan(inputs, codes, chunks, states, save, False)
         return o, s, x, last[:, -1]
 
@@ -184,15 +198,21 @@ class Plan:
             **self._serial(summary),
         )
 
-    def reverse(self, codes, chunks, do, dfinal_state):
+    def reverse(self, codes, passes, chunks, do, dstate):
         """Returns dR, and gradients by the states after the chunks and by the first."""
-        dstates = dfinal_state[:, None]
-        if self.segments > 1:
+        dstates, axis = dstate[:, None], self.options.axis
+        if self.segments > 1 or axis is not None:
             *_, summaries = self._reverse(codes, chunks, do, dstates, True)
             summaries = jnp.moveaxis(summaries, 1, 0)[::-1]
-            dstates = self._enter(summaries, dfinal_state)[:, ::-1]
+            if axis is not None:
+                piece, none = ranks.whole(summaries, dstate), jnp.zeros_like(dstate)
+                dstate += ranks.exchange(piece, none, passes, axis, reverse=True)
+            dstates = self._enter(summaries, dstate)[:, ::-1]
         dr, ds, first = self._reverse(codes, chunks, do, dstates, False)
-        return dr, ds, first[:, 0]
+        dfirst = first[:, 0]
+        if axis is not None:  # the initial state is that of rank 0
+            dfirst = jnp.where(jax.lax.axis_index(axis) == 0, dfirst, 0.0)
+        return dr, ds, dfirst
 
     def _reverse(self, codes, chunks, do, dstates, summary):
         from pallas_kernels.kda.gpu.launch import launch
@@ -221,12 +241,10 @@ class Plan:
     def _enter(self, summaries_SBHKW: Array, state_BHKV: Array) -> Array:
         """[B,S,HV,K,V]: the state that enters each segment, from S -> Phi S + Psi."""
 
-        def through(state, summary):
-            psi, phi = summary[..., : self.V], summary[..., self.V :]
-            highest = jax.lax.Precision.HIGHEST
-            return jnp.matmul(phi, state, precision=highest) + psi, state
+        def step(state, summary):
+            return ranks.through(summary, state), state
 
-        return jnp.moveaxis(jax.lax.scan(through, state_BHKV, summaries_SBHKW)[1], 0, 1)
+        return jnp.moveaxis(jax.lax.scan(step, state_BHKV, summaries_SBHKW)[1], 0, 1)
 
     def grads(self, inputs, codes, chunks, s, x, o, do, dr, ds) -> Inputs:
         from pallas_kernels.kda.gpu.grads import grads_kernel

@@ -11,22 +11,26 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kda.ranks import state_passes
+
 Array = jax.Array
 
 
 class Runs(NamedTuple):
     """Documents of each row.
 
-    real_BT: bool, False for padding.
-    starts_BT: bool, True at a token that starts from a zero state. The first document
-      of a row does not: it continues from `initial_state`.
-    run_BT: int32, index of the document whose state is live after the token, counted
-      from 0; padding before the first document counts as 0.
+      real_BT: bool, False for padding.
+      starts_BT: bool, True at a token that starts from a zero state. The first document
+        of a row does not: it continues from `initial_state`.
+      run_BT: int32, index of the document whose state is live after the token, counted
+        from 0; padding before the first document counts as 0.
+    passes_RB: with time split over R ranks, `ranks.state_passes`.
     """
 
     real_BT: Array
     starts_BT: Array
     run_BT: Array
+    passes_RB: Array | None = None
 
 
 class ChunkMasks(NamedTuple):
@@ -44,8 +48,11 @@ class ChunkMasks(NamedTuple):
     passes_NB11: Array
 
 
-def find_runs(segment_ids_BT: Array) -> Runs:
-    """Splits every row into runs of equal non-zero ids, looking through padding."""
+def find_runs(segment_ids_BT: Array, axis: str | None = None) -> Runs:
+    """Splits every row into runs of equal non-zero ids, looking through padding.
+
+    With `axis` the tokens are this rank's piece of time, see `ranks`.
+    """
     real_BT = segment_ids_BT != 0
     # The last real token so far; a scan of ids would be a few dozen kernels on a GPU.
     token_BT = jnp.where(real_BT, jnp.arange(segment_ids_BT.shape[1]), -1)
@@ -54,7 +61,9 @@ def find_runs(segment_ids_BT: Array) -> Runs:
     live_BT = jnp.where(last_BT < 0, 0, id_BT)
     before_BT = jnp.pad(live_BT, ((0, 0), (1, 0)))[:, :-1]
     starts_BT = (before_BT != 0) & (live_BT != before_BT)
-    return Runs(real_BT, starts_BT, jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32))
+    run_BT = jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32)
+    passes_RB = None if axis is None else state_passes(segment_ids_BT, axis)
+    return Runs(real_BT, starts_BT, run_BT, passes_RB)
 
 
 def chunk_masks(run_BT: Array, chunk: int) -> ChunkMasks:

@@ -35,6 +35,7 @@ class Residuals(NamedTuple):
 
     inputs: Inputs
     codes: Array | None
+    passes: Array | None
     chunks: Chunks
     s: Array
     x: Array
@@ -95,16 +96,16 @@ def kda_triton(
     Returns:
       o [B,T,HV,V] in v's dtype, and the final state.
     """
-    return _forward(inputs, initial_state_BHKV, _codes(runs), options, False)[0]
+    return _forward(inputs, initial_state_BHKV, runs, options, False)[0]
 
 
 def _save(inputs, initial_state_BHKV, runs, options):
-    codes = _codes(runs)
-    outputs, (chunks, s, x) = _forward(inputs, initial_state_BHKV, codes, options, True)
+    outputs, (chunks, s, x) = _forward(inputs, initial_state_BHKV, runs, options, True)
     chunks = Chunks(*(checkpoint_name(x, "kda_matrices") for x in chunks))
     o, last = outputs
     s, x, o = (checkpoint_name(y, "kda_states") for y in (s, x, o))
-    return (o, last), Residuals(inputs, codes, chunks, s, x, o)
+    passes = None if runs is None else runs.passes_RB
+    return (o, last), Residuals(inputs, _codes(runs), passes, chunks, s, x, o)
 
 
 def _differentiate(options, saved, cotangents):
@@ -118,23 +119,23 @@ def _differentiate(options, saved, cotangents):
 kda_triton.defvjp(_save, _differentiate)
 
 
-def _forward(inputs, state, codes, options, save):
+def _forward(inputs, state, runs, options, save):
     @jax.custom_batching.sequential_vmap
-    def run(inputs, state, codes):
+    def run(inputs, state, codes, passes):
         plan = Plan(inputs, codes, options)
         chunks = plan.intra(inputs, codes)
-        o, s, x, final_state = plan.scan(inputs, codes, chunks, state, save)
+        o, s, x, final_state = plan.scan(inputs, codes, passes, chunks, state, save)
         return (o, final_state), (chunks, s, x)
 
-    return run(inputs, state, codes)
+    return run(inputs, state, _codes(runs), None if runs is None else runs.passes_RB)
 
 
 def _backward(saved, do, dfinal_state, options):
     @jax.custom_batching.sequential_vmap
     def run(saved, do, dfinal_state):
-        inputs, codes, chunks, s, x, o = saved
+        inputs, codes, passes, chunks, s, x, o = saved
         plan = Plan(inputs, codes, options)
-        dr, ds, dinitial_state = plan.reverse(codes, chunks, do, dfinal_state)
+        dr, ds, dinitial_state = plan.reverse(codes, passes, chunks, do, dfinal_state)
         return plan.grads(inputs, codes, chunks, s, x, o, do, dr, ds), dinitial_state
 
     return run(saved, do, dfinal_state)

@@ -17,6 +17,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import AxisType  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
+from kimi_jax.ops.context_kda import context_kda  # noqa: E402
 from pallas_kernels.kda import choose_implementation, kda, kda_step  # noqa: E402
 from pallas_kernels.kda import plan as plans  # noqa: E402
 from tests.pallas_kernels import kda_cases as cases  # noqa: E402
@@ -257,6 +258,51 @@ def test_shard_map():
     )
     got = jax.jit(jax.grad(lambda x: shards(x).sum()))(x)
     assert_same(got, jax.grad(loss)(x))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("form", ["plain", "packed", "segments"])
+def test_time_split_over_ranks(form, monkeypatch):
+    """Documents go on and end at the border, 45; states come in and go out."""
+    if form == "segments":  # of each rank's piece, side by side
+        monkeypatch.setattr(plans, "LEAST_CHUNKS", 1)
+        monkeypatch.setattr(plans, "PROCESSORS", 1000)
+    x = {n: jnp.asarray(a, jnp.float32) for n, a in cases.raw(TIME).items()}
+    ids = None if form == "plain" else np.where(IDS[:, ::-1] == 3, 1, IDS[:, ::-1])
+    same = dict.fromkeys(("A_log", "dt_bias", "initial_state"), P())
+    split = P(None, "context")
+    specs = {**dict.fromkeys(cases.INPUTS[:5], split), **same}, split
+    settings = {**cases.IN_KERNEL, "lower_bound": -5.0, "output_final_state": True}
+    settings["chunk_size"] = 16
+
+    def single(x, ids):
+        return kda(**x, segment_ids=ids, implementation="xla", **settings)
+
+    def piece(x, ids):
+        more = {"axis": "context", "implementation": "triton", **settings}
+        return context_kda(**x, segment_ids=ids, **more)
+
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,))
+    outputs = split, P()
+    ranks = jax.shard_map(piece, mesh=mesh, in_specs=specs, out_specs=outputs)
+
+    @functools.partial(cases.jit, static_argnums=0)
+    def everything(call, x, ids, out):
+        results, pull = jax.vjp(lambda x: call(x, ids), x)
+        return results, pull(out)[0]
+
+    out = tuple(np.float32(a) for a in cases.cotangents(TIME))
+    got, expected = (everything(call, x, ids, out) for call in (ranks, single))
+    errors = jax.tree.map(
+        lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)), got, expected
+    )
+    assert max(jax.tree.leaves(errors)) < 1e-5, errors
+
+
+def test_only_triton_exchanges_states():
+    with pytest.raises(ValueError, match="axis='context': 'xla' does not"):
+        kda(**float_inputs(), axis="context", implementation="xla", **cases.IN_KERNEL)
 
 
 def test_says_why_it_cannot_run():
