@@ -12,7 +12,8 @@ from kimi_jax.errors import UserError
 
 def config(**changes):
     made = runpy.run_path("configs/bench_multi_gpu.py")["get_config"]("tiny")
-    made.update(changes)
+    for name, value in changes.items():
+        made[name] = value  # `update` would keep other meshes
     return made
 
 
