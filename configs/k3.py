@@ -12,7 +12,7 @@ rate, the batch or the number of tokens: those below are placeholders of the usu
 such as a v5p:16x16x16 in any case (docs/plans.md). `configs/k3.py:vision=1` adds the
 vision tower and its projector, 401.2 M and 46.1 M parameters (docs/vision.md), and
 `layers=12` keeps the first 12 layers. `serve=64` has a mesh for reading and decoding on
-so many devices (docs/generation.md).
+so many devices (docs/generation.md). `rl=1` learns from trajectories that fill a row.
 """
 
 from configs import common
@@ -34,7 +34,7 @@ SERVING = {
 
 
 def get_config(arg=""):
-    options = common.parse_arg(arg, length=8192, layers=93, vision=0, serve=0)
+    options = common.parse_arg(arg, length=8192, layers=93, vision=0, serve=0, rl=0)
     length, layers = options["length"], options["layers"]
     if length not in STAGES:
         raise ValueError(f"length={length}: choose one of {list(STAGES)}")
@@ -88,13 +88,20 @@ def get_config(arg=""):
         loss_chunk=2**21,  # 4,096 tokens on a device
     )
     config.mesh.update(mesh)
+    add_options(config, options)
+    return config
+
+
+def add_options(config, options):
+    """What `serve`, `vision` and `rl` ask for."""
     if options["serve"]:
         if options["serve"] not in SERVING:
             raise ValueError(f"serve={options['serve']}: choose one of {[*SERVING]}")
         config.mesh.update(SERVING[options["serve"]])
     if options["vision"]:
         add_vision(config)
-    return config
+    if options["rl"]:
+        add_rl(config)
 
 
 def add_vision(config):
@@ -112,3 +119,19 @@ def add_vision(config):
         placeholder=163605,
     )
     config.train.update(row_patches=2 * config.train.seq_len, row_items=64)
+
+
+def add_rl(config):
+    """Questions on documents that are as long as a row."""
+    config.name += "_rl"
+    config.rl = common.rl()
+    length = config.train.seq_len
+    config.rl.update(
+        environments=(f"documents:difficulty=3/4/5:length={length // 1024}K",),
+        iterations=config.train.steps,
+        groups=config.train.batch_size,
+        turn_tokens=1024,
+        max_turns=64,
+        max_tokens=length + 1,
+        replay_routes=True,
+    )

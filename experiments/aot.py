@@ -3,10 +3,11 @@ r"""Compile a program for devices that are not here, and say whether it fits.
     python -m experiments.aot --config=configs/k3.py --topology=v5p:16x16x16 \
         --config.mesh.fsdp=8 --config.mesh.expert=-1 [--json=FILE]
 
-The program is a train step, or with --program=decode or prefill one of a generator with
---slots sequences of --length tokens. Without --topology it plans for the devices of
-this machine. The exit code is 1 if it does not fit; what would help to fit a train step
-is printed then.
+The program is a train step; with --program=rl the learner's step of a config that has
+an rl section; with --program=decode or prefill one of a generator with --slots
+sequences of --length tokens. Without --topology it plans for the devices of this
+machine. The exit code is 1 if it does not fit; what would help to fit a step is printed
+then.
 """
 
 import json
@@ -18,9 +19,14 @@ from rich.console import Console
 
 from experiments import cli
 from kimi_jax import plan, sharding, topology
+from kimi_jax.errors import UserError
 from kimi_jax.infer import plan as infer_plan
 from kimi_jax.monitor.console import print_first_screen
 from kimi_jax.monitor.metrics import replace_file, to_jsonable
+from kimi_jax.rl.program import lower_rl_step
+from kimi_jax.train.program import lower_train_step
+
+STEPS = {"train": lower_train_step, "rl": lower_rl_step}
 
 
 def main(overrides: list[str]) -> int:
@@ -36,8 +42,13 @@ def main(overrides: list[str]) -> int:
     )
     made: plan.Plan | infer_plan.Plan
     advice: list[str] = []
-    if flags.FLAGS.program == "train":
-        made = plan.make_plan(config, mesh, console.print)
+    if flags.FLAGS.program in STEPS:
+        if flags.FLAGS.program == "rl" and config.rl is None:
+            raise UserError(
+                f"--program=rl: {config.name} has no rl section; use a config that "
+                "has one, such as configs/rl_tools.py or configs/k3.py:rl=1"
+            )
+        made = plan.make_plan(config, mesh, console.print, STEPS[flags.FLAGS.program])
         tables, values = plan.rows(config, made), plan.to_json(made)
         advice = plan.advice(config, made)
     else:
@@ -64,7 +75,7 @@ def main(overrides: list[str]) -> int:
 if __name__ == "__main__":
     flags.DEFINE_string("topology", "", "GENERATION:SHAPE, such as v5p:4x4x4")
     flags.DEFINE_string("json", "", "file for the plan, for programs")
-    programs = ["train", "prefill", "decode"]
+    programs = [*STEPS, "prefill", "decode"]
     flags.DEFINE_enum("program", "train", programs, "what is compiled")
     flags.DEFINE_integer("slots", 1, "prefill, decode: sequences at one time")
     flags.DEFINE_integer("length", 131072, "prefill, decode: most tokens of each")

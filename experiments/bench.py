@@ -21,6 +21,7 @@ from experiments import (
     bench_kda_tpu,
     bench_multi_gpu,
     bench_prefill,
+    bench_rl,
     cli,
 )
 from kimi_jax import distributed
@@ -32,6 +33,7 @@ SUITES = {
     "generation": bench_generation.run,
     "prefill": bench_prefill.run,
     "multi_gpu": bench_multi_gpu.run,
+    "rl": bench_rl.run,
 }
 
 

@@ -1,4 +1,4 @@
-"""Will it fit, and how fast could it be: a train step, compiled and not run.
+"""Will it fit, and how fast could it be: an optimizer step, compiled and not run.
 
 The real step of a config is compiled for the devices of a mesh, which need not exist
 (`kimi_jax.topology`). The compiler then tells memory and collectives; arithmetic comes
@@ -91,17 +91,21 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    cfg: Config, mesh: Mesh, say: Callable[[str], None] = lambda line: None
+    cfg: Config,
+    mesh: Mesh,
+    say: Callable[[str], None] = lambda line: None,
+    lower: Callable[..., Any] = lower_train_step,
 ) -> Plan:
-    """Compile the train step of `cfg` for `mesh`; nothing is allocated on a device.
+    """Compile a step of `cfg` for `mesh`; nothing is allocated on a device.
 
     Args:
       say: is told what begins; compiling a large model takes minutes.
+      lower: `lower_train_step`, or `rl.program.lower_rl_step`.
     """
     started = time.monotonic()
     transform = make_transform(cfg)
     state = state_shape(cfg, mesh, transform)
-    lowered = lower_train_step(cfg, mesh, transform, state)
+    lowered = lower(cfg, mesh, transform, state)
     lowered_at = time.monotonic()
     say(f"traced in {lowered_at - started:.0f} s; compiling for {mesh.size:,} devices")
     kept = shares(cfg, state)

@@ -136,6 +136,15 @@ def test_k3_has_its_published_tower_beside_the_same_text_model():
     assert list(totals.values()) == [401_214_464, 46_144_512]
 
 
+def test_k3_learns_from_trajectories_that_fill_a_row():
+    config = load("k3", "length=1048576,layers=4,rl=1")
+    alone = load("k3", "length=1048576,layers=4")
+    assert config.model == alone.model and config.mesh == alone.mesh
+    assert config.rl.max_tokens == 2**20 + 1 and config.rl.segment is None
+    (spec,) = config.rl.environments
+    assert spec.endswith("length=1024K")
+
+
 def test_kimi_linear_has_its_published_size():
     total, active = billions("kimi_linear_48b")
     assert round(total, 1) == 49.1

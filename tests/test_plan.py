@@ -38,9 +38,7 @@ def made():
         seen.append(Watched(lower(*arguments)))
         return seen[-1]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "lower_train_step", watched)
-        found = plan.make_plan(cfg, mesh)
+    found = plan.make_plan(cfg, mesh, lower=watched)
     return cfg, mesh, found, seen[0].compiled
 
 
@@ -237,6 +235,12 @@ def test_the_command_refuses_in_one_message():
     done = aot(*SMALL, "--topology=v9:2x2")
     assert done.returncode == 1
     assert "write GENERATION:SHAPE" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_command_asks_for_a_config_that_can_learn_from_rewards():
+    done = aot(*SMALL, "--program=rl")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "quickstart has no rl section; use" in done.stderr
 
 
 def test_the_command_says_how_to_get_the_compiler():

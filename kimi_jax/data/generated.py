@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from kimi_jax.data.media import Room
-from kimi_jax.data.windows import Batch, padding_batch, share_of
+from kimi_jax.data.windows import Batch, check_batch, padding_batch, share_of
 from kimi_jax.tasks.example import Stream
 
 PREFIXES = ("task:", "episodes:")
@@ -93,8 +93,7 @@ class EvalGenerated:
           IndexError: there is no such batch.
           ValueError: the rows cannot be dealt out evenly, or there is no such reader.
         """
-        if not 0 <= step < len(self):
-            raise IndexError(f"batch {step} of {len(self)}; indices count from 0")
+        check_batch(step, len(self))
         mine = share_of(self.batch_size, reader, readers)
         batch = padding_batch(len(mine), self.length, self.source.pad, self.source.room)
         first = step * self.batch_size

@@ -37,7 +37,15 @@ from kimi_jax.data.store import check_vocabulary
 from kimi_jax.data.task_windows import make_tasks
 from kimi_jax.data.tokenizer import Tokenizer
 from kimi_jax.data.tokenizer_files import load_tokenizer
-from kimi_jax.data.windows import Batch, Pool, Windows, pack, padding_batch, share_of
+from kimi_jax.data.windows import (
+    Batch,
+    Pool,
+    Windows,
+    check_batch,
+    pack,
+    padding_batch,
+    share_of,
+)
 from kimi_jax.tasks.example import Stream
 from kimi_jax.tasks.text import Text
 
@@ -202,8 +210,7 @@ class EvalBatches:
           IndexError: there is no such batch.
           ValueError: the rows cannot be dealt out evenly, or there is no such reader.
         """
-        if not 0 <= step < len(self):
-            raise IndexError(f"batch {step} of {len(self)}; indices count from 0")
+        check_batch(step, len(self))
         mine = share_of(self.batch_size, reader, readers)
         chosen = self.windows[step * self.batch_size :][: self.batch_size]
         return self.pool.read(chosen[mine.start : mine.stop], len(mine))

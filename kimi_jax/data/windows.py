@@ -120,6 +120,12 @@ class Pool:
             _write_window(batch, row, packed, index - first)
 
 
+def check_batch(step: int, batches: int) -> None:
+    """Raises IndexError unless there is a batch `step` among so many."""
+    if not 0 <= step < batches:
+        raise IndexError(f"batch {step} of {batches}; indices count from 0")
+
+
 def share_of(batch_size: int, reader: int, readers: int) -> range:
     """The rows of a batch that are those of reader `reader` of `readers`.
 

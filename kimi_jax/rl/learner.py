@@ -19,24 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from kimi_jax import config, distributed, sharding
+from kimi_jax import distributed, sharding
 from kimi_jax.config import Config
 from kimi_jax.errors import UserError
-from kimi_jax.infer.program import routes_shape
 from kimi_jax.interop.load import load_model, read_variables
 from kimi_jax.interop.sources import open_source
 from kimi_jax.monitor.console import Progress
 from kimi_jax.monitor.metrics import Writer
 from kimi_jax.rl import agreement
-from kimi_jax.rl.experience import (
-    Experience,
-    Packed,
-    experience_shape,
-    make_experience,
-    on_mesh,
-)
+from kimi_jax.rl.experience import Experience, Packed, make_experience, on_mesh
 from kimi_jax.rl.health import mean_of
-from kimi_jax.rl.step import make_rl_step, make_score
+from kimi_jax.rl.program import lower_rl_step, recorded_routes, scored_fields
+from kimi_jax.rl.step import make_score
 from kimi_jax.rl.trajectory import Trajectory
 from kimi_jax.train import health
 from kimi_jax.train.batch import Batch
@@ -83,10 +77,12 @@ class Learner:
         assert cfg.rl is not None
         self._cfg, self._rl, self._mesh = cfg, cfg.rl, mesh
         self._rows = sharding.batch_sharding(mesh)
-        self._replay = _replay(cfg.model)
+        self._replay = recorded_routes(cfg.model)
+        self._scored = scored_fields(cfg.rl)
         self._others: dict[str, Any] = {}
         self._score = jax.jit(make_score(cfg, cfg.rl.segment))
-        step = _compile(cfg, mesh, transform, self._replay, self._scored())
+        shapes = state_shape(cfg, mesh, transform)
+        step = lower_rl_step(cfg, mesh, transform, shapes).compile()
         feed = Feed(
             lambda host: on_mesh(host, self._rows),
             lambda placed: {k: x for k, x in placed._asdict().items() if x is not None},
@@ -180,21 +176,13 @@ class Learner:
         """What other policies make of a batch, by its field."""
         own = batch._replace(routes_BTLA=None)
         found = {}
-        for name in self._scored()[1:]:
+        for name in self._scored[1:]:
             variables, score = self._other(name)
             scored, _ = self._under(
                 variables["params"], variables.get("balance", {}), own, score
             )
             found[name] = scored
         return found
-
-    def _scored(self) -> list[str]:
-        """Fields of an experience that hold log-probabilities of the learner's kind."""
-        rl = self._rl
-        names = ["old_BT"]
-        names += ["reference_BT"] * bool(rl.kl_weight)
-        names += ["teacher_BT"] * bool(rl.distill_weight)
-        return names
 
     def _other(self, name: str) -> tuple[Any, Any]:
         """(variables, score) of the reference or the teacher, read at the first use."""
@@ -260,42 +248,6 @@ class Learner:
             "layers": health.layer_metrics(model, last["stats"], state.balance),
             "idle_experts": health.idle_experts(model, loads),
         }
-
-
-def _compile(
-    cfg: Config,
-    mesh: jax.sharding.Mesh,
-    transform: optax.GradientTransformation,
-    replay: Any,
-    scored: Sequence[str],
-) -> Any:
-    """(state, experience, go) -> (state, metrics), in place."""
-    assert cfg.rl is not None
-    shapes = state_shape(cfg, mesh, transform)
-    where = jax.tree.map(lambda x: x.sharding, shapes)
-    everywhere = sharding.replicated(mesh)
-    rows = sharding.batch_sharding(mesh)
-    step = jax.jit(
-        make_rl_step(cfg, transform, cfg.rl),
-        donate_argnums=0,
-        out_shardings=(where, everywhere),
-    )
-    experience = experience_shape(
-        cfg.train.seq_len,
-        cfg.train.batch_size,
-        rows,
-        replay=replay if cfg.rl.replay_routes else None,
-        scored=scored,
-    )
-    go = jax.ShapeDtypeStruct((), jnp.bool_, sharding=everywhere)
-    with jax.set_mesh(mesh):
-        return step.lower(shapes, experience, go).compile()
-
-
-def _replay(model: config.Model) -> tuple[int, int, int] | None:
-    """(L, A, experts) of recorded routes; None: the model has no experts."""
-    layers, active = routes_shape(model)
-    return (layers, active, model.moe.num_experts) if layers else None
 
 
 def _as_text(placed: Experience) -> Batch:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
-from kimi_jax import accounting, sharding
+from kimi_jax import sharding
 from kimi_jax.config import RL, Config
 from kimi_jax.errors import UserError
 from kimi_jax.monitor.console import Progress, print_first_screen
@@ -41,6 +41,7 @@ from kimi_jax.train.checkpoint import Checkpointer
 from kimi_jax.train.interrupt import Interrupt
 from kimi_jax.train.profile import Profiler
 from kimi_jax.train.session import (
+    about_run,
     end_early,
     first_state,
     hold_workdir,
@@ -92,11 +93,11 @@ def reinforce(cfg: Config, path: str, *, console: Console, command: str = "") ->
         transform = make_transform(cfg)
         state = first_state(cfg, mesh, transform, checkpoints, progress, start)
         first = int(state.step)
-        resume_step = first if resumable else None
-        metrics = open_metrics(stack, folder, resume_step, cfg.monitor)
+        metrics = open_metrics(stack, folder, first if resumable else None, cfg.monitor)
         _show(console, cfg, mesh, acting, world, folder, first)
         profiler = stack.enter_context(Profiler(cfg.monitor, folder, progress.note))
-        metrics.write("run", first, **_about(cfg, first, command))
+        about = about_run(cfg, first, command, ", ".join(rl.environments))
+        metrics.write("run", first, **about)
         if not first and start is None:
             progress.note(
                 "warning: from random parameters hardly anything is ever rewarded; "
@@ -124,7 +125,7 @@ def reinforce(cfg: Config, path: str, *, console: Console, command: str = "") ->
             kept = storage.from_bytes(checkpoints.restore_extra())
             run.memory.restore(kept["memory"])
             run.rollouts.restore(kept["rollouts"])
-        with Interrupt() as interrupt:
+        with Interrupt("this iteration") as interrupt:
             _iterations(run, state, interrupt)
         metrics.write("run", cfg.train.steps, event="end")
     console.print(f"report: {build_report(folder)}", soft_wrap=True)
@@ -274,18 +275,6 @@ def _names(world: World) -> list[str]:
         f"{cell.environment}:difficulty={cell.difficulty}:length={cell.length}"
         for cell in world.cells
     ]
-
-
-def _about(cfg: Config, first: int, command: str) -> dict[str, Any]:
-    parts = accounting.parameter_parts(cfg.model)
-    assert cfg.rl is not None
-    return {
-        "event": "resume" if first else "start",
-        "command": command,
-        "corpus": ", ".join(cfg.rl.environments),
-        "parameters": sum(part.total for part in parts),
-        "active_parameters": sum(part.active for part in parts),
-    }
 
 
 def _show(

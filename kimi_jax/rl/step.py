@@ -15,30 +15,24 @@ import optax
 from kimi_jax import canonical, config
 from kimi_jax.rl import losses, segments
 from kimi_jax.rl.experience import Experience
-from kimi_jax.train.step import (
-    Objective,
-    Report,
-    State,
-    make_train_step,
-)
+from kimi_jax.train.step import Objective, Report, State, make_train_step
 
 
 def make_rl_step(
-    cfg: config.Config, transform: optax.GradientTransformation, rl: config.RL
+    cfg: config.Config, transform: optax.GradientTransformation
 ) -> Callable[..., tuple[State, dict[str, Any]]]:
     """(state, experience, go) -> (state, metrics), as `make_train_step`.
 
     Metrics of the objective: loss; predicted, tokens that the policy wrote; and rl,
     those of `losses.summary` and, where experts are replayed, routing_overlap.
-
-    Args:
-      rl: `cfg.rl`.
     """
-    return make_train_step(cfg, transform, objective(cfg, rl))
+    return make_train_step(cfg, transform, objective(cfg))
 
 
-def objective(cfg: config.Config, rl: config.RL) -> Objective:
+def objective(cfg: config.Config) -> Objective:
     """What the steps minimise: see `kimi_jax.rl.losses`."""
+    assert cfg.rl is not None
+    rl = cfg.rl
 
     def loss(
         params: Any, balance: Any, experience: Experience, totals: losses.Totals
@@ -62,9 +56,9 @@ def objective(cfg: config.Config, rl: config.RL) -> Objective:
     ) -> dict[str, Any]:
         sums = dict(report.sums)
         loss = sums.pop("loss")
-        rl = losses.summary(report._replace(sums=sums), totals)
-        rl |= losses.routing_overlap(stats)
-        return {"loss": loss, "predicted": totals.policy_tokens, "rl": rl}
+        said = losses.summary(report._replace(sums=sums), totals)
+        said |= losses.routing_overlap(stats)
+        return {"loss": loss, "predicted": totals.policy_tokens, "rl": said}
 
     return Objective(loss, losses.count, metrics, rl.update_balance)
 

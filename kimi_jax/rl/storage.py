@@ -28,9 +28,9 @@ def to_bytes(tree: Any) -> bytes:
     Raises:
       TypeError: a value of another kind.
     """
-    blobs: list[bytes] = []
+    blobs = bytearray()
     text = json.dumps(_encode(tree, blobs), separators=(",", ":")).encode()
-    return b"".join([_LENGTH.pack(len(text)), text, *blobs])
+    return b"".join([_LENGTH.pack(len(text)), text, blobs])
 
 
 def from_bytes(data: bytes) -> Any:
@@ -50,7 +50,7 @@ def from_bytes(data: bytes) -> Any:
         ) from error
 
 
-def _encode(value: Any, blobs: list[bytes]) -> Any:
+def _encode(value: Any, blobs: bytearray) -> Any:
     # Subclasses, such as named tuples, would come back as something else.
     if value is None or type(value) in _PLAIN:
         return value
@@ -76,10 +76,10 @@ def _encode(value: Any, blobs: list[bytes]) -> Any:
     raise TypeError(f"cannot store a {type(value).__name__}")
 
 
-def _store(data: bytes, blobs: list[bytes]) -> list[int]:
-    start = sum(map(len, blobs))
-    blobs.append(data)
-    return [start, start + len(data)]
+def _store(data: bytes, blobs: bytearray) -> list[int]:
+    start = len(blobs)
+    blobs += data
+    return [start, len(blobs)]
 
 
 def _decode(value: Any, blobs: memoryview) -> Any:

@@ -80,14 +80,6 @@ class Trajectory:
             return False
         return bool(self.turns[-1].info.get("success", False))
 
-    @property
-    def policy_mask_N(self) -> np.ndarray:
-        """bool, True for tokens that the policy wrote."""
-        mask_N = np.zeros(len(self.tokens), bool)
-        for turn in self.turns:
-            mask_N[turn.start : turn.stop] = True
-        return mask_N
-
     def to_json(self) -> dict[str, Any]:
         """Plain values, from which `from_json` makes an equal trajectory to the bit."""
         values = {field.name: getattr(self, field.name) for field in _FIELDS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -18,10 +19,15 @@ class Interrupt:
     An exception in the middle of a step could leave donated buffers behind, so the
     first signal only asks. A second one, of either kind, acts at once, as it would
     without this class.
+
+    Args:
+      first: what is finished before the run stops, told at the first signal; "": say
+        nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first: str = "") -> None:
         self.requested: signal.Signals | None = None
+        self._first = first
         self._asked: Any = 0  # the last vote, perhaps still on the devices
         self._previous: dict[signal.Signals, object] = {}
 
@@ -54,6 +60,11 @@ class Interrupt:
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = signal.Signals(number)
         self._give_back()
+        if self._first:
+            # A handler may have interrupted a print; a buffered one could not follow.
+            name = self.requested.name
+            said = f"{name}: stops after {self._first}, which is saved; again: at once"
+            os.write(2, f"\n{said}\n".encode())
 
     def _give_back(self) -> None:
         for number, handler in self._previous.items():

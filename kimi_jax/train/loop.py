@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from rich.console import Console
 
-from kimi_jax import accounting, distributed, sharding
+from kimi_jax import distributed, sharding
 from kimi_jax.config import Config
 from kimi_jax.data import loader
 from kimi_jax.errors import UserError
@@ -45,6 +45,7 @@ from kimi_jax.train.profile import Profiler
 from kimi_jax.train.program import lower_train_step
 from kimi_jax.train.session import (
     READ_SECONDS,
+    about_run,
     end_early,
     first_state,
     hold_workdir,
@@ -98,6 +99,7 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
     )
     start = start_source(cfg, folder)
     data, resumable = _prepare(cfg, folder, console)
+    corpus = str(data.summary["source"])
     unigram = float(data.summary["unigram_bits_per_byte"])
     with contextlib.ExitStack() as stack:
         hold_workdir(stack, folder)
@@ -109,7 +111,8 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
         metrics = open_metrics(stack, folder, first if resumable else None, monitor)
         profiler = stack.enter_context(Profiler(monitor, folder, progress.note))
         first_screen.show(console, cfg, mesh, data, folder, first)
-        metrics.write("run", first, **_identity(cfg, data, first, command))
+        about = about_run(cfg, first, command, corpus)
+        metrics.write("run", first, **about, unigram_bits_per_byte=unigram)
         run = _Run(
             cfg,
             folder,
@@ -122,7 +125,7 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
             progress,
             profiler,
         )
-        with Interrupt() as interrupt:
+        with Interrupt("this step") as interrupt:
             state = _steps(run, state, interrupt)
         _write_sample(run, state)
         metrics.write("run", cfg.train.steps, event="end")
@@ -179,20 +182,6 @@ def _load_data(cfg: Config, folder: pathlib.Path, console: Console) -> loader.Da
         )
     except ValueError as error:
         raise UserError(str(error)) from error
-
-
-def _identity(
-    cfg: Config, data: loader.Data, first: int, command: str
-) -> dict[str, Any]:
-    parts = accounting.parameter_parts(cfg.model)
-    return {
-        "event": "resume" if first else "start",
-        "command": command,
-        "corpus": data.summary["source"],
-        "parameters": sum(part.total for part in parts),
-        "active_parameters": sum(part.active for part in parts),
-        "unigram_bits_per_byte": data.summary["unigram_bits_per_byte"],
-    }
 
 
 def _steps(run: _Run, state: State, interrupt: Interrupt) -> State:

@@ -6,11 +6,12 @@ import contextlib
 import functools
 import pathlib
 import signal
+from typing import Any
 
 import jax
 import optax
 
-from kimi_jax import distributed
+from kimi_jax import accounting, distributed
 from kimi_jax.config import Config, Monitor
 from kimi_jax.errors import UserError
 from kimi_jax.interop.load import check_fits, differences, read_variables
@@ -113,6 +114,18 @@ def start_source(cfg: Config, folder: pathlib.Path) -> Source | None:
     source = open_source(cfg.train.init_from)
     check_fits(source, cfg.model)
     return source
+
+
+def about_run(cfg: Config, first: int, command: str, corpus: str) -> dict[str, Any]:
+    """Fields of the "run" record of a run that starts, or resumes at step `first`."""
+    parts = accounting.parameter_parts(cfg.model)
+    return {
+        "event": "resume" if first else "start",
+        "command": command,
+        "corpus": corpus,
+        "parameters": sum(part.total for part in parts),
+        "active_parameters": sum(part.active for part in parts),
+    }
 
 
 def end_early(

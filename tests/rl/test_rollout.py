@@ -56,6 +56,11 @@ def played():
     return done, made.statistics
 
 
+def written(t):
+    """Tokens of the policy."""
+    return sum(turn.stop - turn.start for turn in t.turns)
+
+
 def test_trajectories_are_whole(played):
     done, statistics = played
     assert set(done) == set(itertools.product(range(3), range(3)))
@@ -63,8 +68,7 @@ def test_trajectories_are_whole(played):
         turns, prompt = TASKS[group][1:3]
         assert len(t.turns) == min(turns, 4)
         assert t.finished == ("turns" if turns > 4 else "done")
-        policy = sum(turn.stop - turn.start for turn in t.turns)
-        assert len(t.logprobs) == len(t.versions) == policy == t.policy_mask_N.sum()
+        assert len(t.logprobs) == len(t.versions) == written(t)
         assert set(t.versions) == {2} and max(t.logprobs) < 0
         assert t.routes.shape == (len(t.tokens) - 1, 1, 2)
         world = worlds.Echo()
@@ -181,7 +185,7 @@ def test_limits_are_recorded(limits, finished, turns):
     (t,) = made.run(TASKS[1:2], group_size=1, version=0)
     assert t.finished == finished and not t.success
     assert len(t.turns) >= turns and len(t.tokens) <= made.limits.max_tokens
-    assert len(t.logprobs) == t.policy_mask_N.sum()
+    assert len(t.logprobs) == written(t)
     assert turns == 0 or len(t.routes) == len(t.tokens) - 1
     assert made.generator.pager.in_use() == 0
     assert made.statistics.finished == {finished: 1}
@@ -198,7 +202,7 @@ def test_broken_environments_end_their_trajectories_alone():
         if t.group == 8:
             continue
         assert t.reward == 0 and not t.success and len(t.turns) == 1
-        assert len(t.logprobs) == t.policy_mask_N.sum()
+        assert len(t.logprobs) == written(t)
         assert words[t.group] in t.turns[0].info["error"]
     assert made.generator.pager.in_use() == 0
 
@@ -226,7 +230,7 @@ def test_an_environment_that_answers_otherwise_ends_with_error():
     (wrong,) = (t for t in done if t.finished == "error")
     assert wrong.tokens == before.tokens[: len(wrong.tokens)]
     assert wrong.logprobs == before.logprobs
-    assert len(wrong.logprobs) == wrong.policy_mask_N.sum()
+    assert len(wrong.logprobs) == written(wrong)
     assert len(wrong.routes) == len(wrong.tokens) - 1
     assert "not the same" in wrong.turns[-1].info["error"]
 

@@ -69,14 +69,15 @@ def experience():
 def step(overrides, sizes, settings=SETTINGS, **changes):
     """(model, state, metrics) after one step on a mesh of these sizes."""
     cfg = tiny.make(*overrides, *(f"mesh.{k}={v}" for k, v in sizes.items()))
-    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **changes))
+    train = dataclasses.replace(cfg.train, **changes)
+    cfg = dataclasses.replace(cfg, train=train, rl=settings)
     mesh = sharding.make_mesh(cfg)
     variables = tiny.variables(cfg.model)
     params, balance = variables["params"], variables["balance"]
     state = State(jnp.int32(0), params, balance, TRANSFORM.init(params))
     placed = sharding.state_shardings(mesh, state)
     state = jax.device_put(state, placed)
-    run = jax.jit(make_rl_step(cfg, TRANSFORM, settings), out_shardings=(placed, None))
+    run = jax.jit(make_rl_step(cfg, TRANSFORM), out_shardings=(placed, None))
     with jax.set_mesh(mesh):
         batch = on_mesh(experience(), sharding.batch_sharding(mesh))
         state, metrics = run(state, batch)

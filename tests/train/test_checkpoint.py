@@ -325,11 +325,15 @@ def ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
-def test_the_second_signal_acts_at_once_whichever_it_is(ctrl_c):
+def test_the_second_signal_acts_at_once_whichever_it_is(ctrl_c, capfd):
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt:
+    with pytest.raises(KeyboardInterrupt), Interrupt("this step") as interrupt:
         signal.raise_signal(signal.SIGTERM)
         assert interrupt.agreed() == signal.SIGTERM == 143 - 128
+        said = capfd.readouterr().err
+        assert (
+            said == "\nSIGTERM: stops after this step, which is saved; again: at once\n"
+        )
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
 

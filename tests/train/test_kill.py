@@ -149,8 +149,8 @@ class Life:
     def said(self):
         return self._log.read_text()[self._offset :] if self._log.exists() else ""
 
-    def until(self, condition):
-        deadline = time.monotonic() + 30
+    def until(self, condition, seconds=30):
+        deadline = time.monotonic() + seconds
         while self.process.is_alive() and time.monotonic() < deadline:
             if condition():
                 return
