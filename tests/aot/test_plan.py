@@ -1,9 +1,7 @@
 """Plans for slices that are not here."""
 
-from configs import common
-from kimi_jax import config_io, hardware, plan, sharding, topology
+from kimi_jax import hardware, plan, sharding, topology
 from kimi_jax.infer import plan as infer_plan
-from kimi_jax.rl.program import lower_rl_step
 from tests import tiny
 
 
@@ -38,33 +36,3 @@ def test_a_cache_that_does_not_fit_is_a_plan_too():
     assert found.memory.fits is False and found.collectives is None
     assert "DOES NOT FIT" in str(infer_plan.rows(found))
     assert infer_plan.to_json(found)["memory"]["fits"] is False
-
-
-def test_reinforcement_learning_on_a_million_tokens():
-    """Whole rows over the context axis, experts replayed, every kind of layer."""
-    values = tiny.values()
-    values.rl = common.rl()
-    values.rl.update(environments=("tools",), iterations=4, replay_routes=True)
-    cfg = config_io.from_dict(
-        values,
-        [
-            "model.num_layers=4",
-            "model.attention=kda*3,mla",
-            "model.mla.block_size=4096",
-            "train.seq_len=1048576",
-            "train.batch_size=2",
-            "train.remat=unit",
-            "train.loss_chunk=262144",
-            "mesh.data=2",
-            "mesh.context=4",
-        ],
-    )
-    mesh = sharding.make_mesh(cfg, topology.devices("v5p:2x2x2"))
-    found = plan.make_plan(cfg, mesh, lower=lower_rl_step)
-    assert found.devices == 8 and found.mesh["context"] == 4
-    assert found.memory.fits is True
-    assert "collective-permute" in found.collectives
-    # The state, and a row's 12 arrays of four bytes a token: routes are two a layer.
-    rows = 4 * 2**18 * 12
-    state = sum(share.parameters + share.optimizer for share in found.shares)
-    assert state + rows < found.memory.arguments < 1.5 * (state + rows) + 2**20
