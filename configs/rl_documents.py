@@ -6,9 +6,10 @@ Command:  python -m experiments.train --config=configs/rl_documents.py:warm \
               --workdir=runs/documents_warm
           python -m experiments.rl --config=configs/rl_documents.py \
               --config.train.init_from=runs/documents_warm --workdir=runs/documents_rl
-Cost:     about twice that of configs/rl_tools.py, whose model this is: pages are longer
-          than the answers of tools.
-Expect:   success on held-out tasks that rises; not measured yet.
+Cost:     about 6 CPU-minutes for the warm start and 8 for the rest; 0.3 M
+          parameters.
+Expect:   success on held-out tasks from 25 % to 92 % after 20 of the 40 iterations; see
+          docs/rl.md.
 
 `:warm` imitates an expert who makes mistakes in most episodes. docs/rl.md goes the
 whole way.
@@ -17,25 +18,15 @@ whole way.
 from configs import common, rl_tools
 
 SKILL = 0.25  # share of the episodes of the warm start that are solved
-TASKS = (
-    "documents:difficulty=1/2:length=192:pages=3:distractors=2",
-    "documents:difficulty=3:length=288:pages=3:distractors=2",
-)
+# Facts lie on many pages, so that the page that is read seldom has a second line.
+TASKS = ("documents:difficulty=1/2:length=144:pages=8:distractors=1",)
 
 
 def get_config(arg=""):
     config = rl_tools.get_config(arg)
     config.name = config.name.replace("tools", "documents")
     config.data.sources = common.episodes(TASKS, SKILL)
-    config.train.seq_len = 384
-    if arg == "warm":
-        config.train.steps = 600
-        config.train.checkpoint_every = 600
-        return config
-    config.rl.update(
-        environments=tuple(f"{task}:process=1" for task in TASKS),
-        turn_tokens=20,
-        max_turns=10,
-        max_tokens=385,
-    )
+    if config.rl is not None:
+        environments = tuple(f"{task}:process=1" for task in TASKS)
+        config.rl.update(environments=environments, max_tokens=177)
     return config
