@@ -6,8 +6,8 @@ Command:  python -m experiments.bench --config=configs/bench_rl.py \
               --workdir=runs/bench_rl
 Cost:     two minutes on one H200; for a CPU shrink it: --config.length=4096
           --config.pieces=1024,0 --config.width=64 --config.layers=4
-Expect:   the same loss and gradient; pieces take a fraction of the memory and hardly
-          more time. docs/rl_learning.md has the table.
+Expect:   the same loss and gradient; pieces take a fraction of the memory. Not run on a
+          GPU yet.
 """
 
 from ml_collections import ConfigDict
