@@ -12,6 +12,8 @@ from typing import NamedTuple
 from kimi_jax.errors import UserError
 
 SHELL = "shell"
+# Files beside the launchers of jobs: what they share, and processes of this machine.
+_NOT_OF_JOBS = {"common", "local"}
 _HEAD = "#!/usr/bin/env bash\nset -euo pipefail\n"
 
 
@@ -36,7 +38,7 @@ def script(
     Raises:
       UserError: there is no such launcher, or it does not take these options.
     """
-    known = sorted(p.stem for p in launchers.glob("*.sh") if p.stem != "common")
+    known = sorted({p.stem for p in launchers.glob("*.sh")} - _NOT_OF_JOBS)
     if kind != SHELL and kind not in known:
         raise UserError(f"--emit={kind}: choose one of {', '.join([SHELL, *known])}")
     if kind == SHELL and options:
