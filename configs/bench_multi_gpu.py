@@ -14,6 +14,8 @@ With `:tiny` after the file's name, the same on simulated devices, in minutes.
 
 from ml_collections import ConfigDict
 
+from configs import common
+
 
 def get_config(size: str = "full"):
     if size not in ("full", "tiny"):
@@ -59,12 +61,7 @@ def get_config(size: str = "full"):
     config.trace = True
     config.calls = 10
     config.rounds = 5
-    config.cluster = {
-        "coordinator": None,
-        "processes": None,
-        "process": None,
-        "timeout": 120,
-    }
+    config.cluster = {**common.cluster(), "timeout": 120}
     if size == "tiny":
         make_tiny(config)
     return config

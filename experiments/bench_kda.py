@@ -115,7 +115,7 @@ def timed(name: str, shape: tuple[int, int, int], config: ConfigDict) -> Iterato
         row: dict[str, Any] = {"case": f"{what} {shape}", "implementation": name}
         compiled = jax.jit(function).lower(*inputs).compile()
         memory = compiled.memory_analysis()
-        ms = milliseconds(compiled, inputs, config)
+        ms = milliseconds(partial(compiled, *inputs), config.rounds, calls=config.calls)
         floor = LEAST_BYTES[what] * shape[0] * shape[1] * shape[2]
         row |= {"ms": ms, "floor TB/s": floor / ms / 1e9}
         if memory is not None:
@@ -151,21 +151,25 @@ def decode(name: str, batch: int, config: ConfigDict) -> Iterator[dict]:
             o, carried[1] = compiled(carried[0], carried[1])
             return o
 
-        ms = milliseconds(run, (), config) / count
+        ms = milliseconds(run, config.rounds, calls=config.calls) / count
         case = f"{what} batch {batch}"
         yield {"case": case, "implementation": name, "ms": ms}
 
 
-def milliseconds(function: Callable, inputs: tuple, config: ConfigDict) -> float:
-    """Median over rounds of the mean time of calls sent one after the other."""
-    jax.block_until_ready(function(*inputs))
+def milliseconds(call: Callable, rounds: int, *, calls: int = 1) -> float:
+    """Median over rounds of the mean time of calls sent one after the other.
+
+    A call before them is not timed.
+    """
+    result = jax.block_until_ready(call())
     times = []
-    for _ in range(config.rounds):
-        start = time.perf_counter()
-        for _ in range(config.calls):
-            result = function(*inputs)
+    for _ in range(rounds):
+        started = time.perf_counter()
+        for _ in range(calls):
+            del result  # there may be no room for two
+            result = call()
         jax.block_until_ready(result)
-        times.append((time.perf_counter() - start) / config.calls)
+        times.append((time.perf_counter() - started) / calls)
     return 1e3 * statistics.median(times)
 
 

@@ -65,20 +65,6 @@ def counts() -> tuple[int, int]:
     return 1, jax.device_count()
 
 
-def milliseconds(call: Callable, rounds: int, *, calls: int = 1) -> float:
-    """Median over rounds of the mean time of calls, after one that is not timed."""
-    result = jax.block_until_ready(call())
-    times = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        for _ in range(calls):
-            del result  # there may be no room for two
-            result = call()
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - started) / calls)
-    return 1e3 * statistics.median(times)
-
-
 def links(config: ConfigDict, turns: Turns) -> Iterator[dict]:
     """Bytes a second that a device sends, for each kind of collective alone."""
     turns.alone()
@@ -102,7 +88,7 @@ def links(config: ConfigDict, turns: Turns) -> Iterator[dict]:
             collective, mesh=mesh, in_specs=P(axis), out_specs=P(axis), check_vma=False
         )
         call = partial(jax.jit(local), x)
-        ms = milliseconds(call, config.rounds, calls=config.calls)
+        ms = bench_kda.milliseconds(call, config.rounds, calls=config.calls)
         yield {
             "case": f"{name} of {size / 2**20:g} MiB",
             "implementation": f"{N} devices",
@@ -241,7 +227,7 @@ def expert_scaling(config: ConfigDict, turns: Turns) -> Iterator[dict]:
     alone: dict[Any, float] = {}
     for (latent, method, count), (_, make) in programs.items():
         compiled, inputs = compiled_by_name[latent, method, count], make()
-        ms = milliseconds(partial(compiled, *inputs), config.rounds)
+        ms = bench_kda.milliseconds(partial(compiled, *inputs), config.rounds)
         del inputs
         alone.setdefault((latent, method), ms)
         row = {

@@ -1,7 +1,7 @@
 """Is it right on several devices? Whole steps on every mesh, and experts elsewhere."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from functools import partial
 from typing import Any
@@ -84,7 +84,9 @@ def meshes(config: ConfigDict, turns: Turns) -> Iterator[dict]:
     workers = 1 if jax.process_count() > 1 else 16
     with futures.ThreadPoolExecutor(workers) as pool:
         runs = {
-            (dtype, text): begin(make_config(config, text, dtype), pool)
+            (dtype, text): begin(
+                [*config.check_model, f"model.dtype={dtype}"], text, pool
+            )
             for dtype in DTYPES
             for text in ("data=1", *(text for text, why in texts.items() if not why))
         }
@@ -141,16 +143,23 @@ def judge(rows: list[dict]) -> None:
         raise UserError("several devices differ from one:\n  " + "\n  ".join(wrong))
 
 
-def make_config(config: ConfigDict, text: str, dtype: str) -> Config:
-    mesh = [f"mesh.{name}={size}" for name, size in sizes_of(text).items()]
-    more = [f"model.dtype={dtype}", *mesh]
-    return config_io.from_dict(common.base(), [*config.check_model, *more])
+def on_mesh(fields: Sequence[str], text: str) -> tuple[Config, Mesh]:
+    """The config of these fields on a mesh, as `sizes_of` has it, and that mesh.
+
+    A mesh of one device is one of this process.
+    """
+    sizes = sizes_of(text)
+    mesh = [f"mesh.{name}={size}" for name, size in sizes.items()]
+    cfg = config_io.from_dict(common.base(), [*fields, *mesh])
+    one = all(size == 1 for size in sizes.values())
+    return cfg, sharding.make_mesh(cfg, jax.local_devices()[:1] if one else None)
 
 
-def begin(cfg: Config, pool: futures.Executor) -> tuple[Config, Mesh, Any]:
+def begin(
+    fields: Sequence[str], text: str, pool: futures.Executor
+) -> tuple[Config, Mesh, Any]:
     """(config, mesh, the step being compiled)."""
-    one = all(size == 1 for size in vars(cfg.mesh).values())
-    mesh = sharding.make_mesh(cfg, jax.local_devices()[:1] if one else None)
+    cfg, mesh = on_mesh(fields, text)
     transform = optax.sgd(0.05, momentum=0.0)  # keeps the gradient
     shapes = first_state(cfg)
     placed = sharding.state_shardings(mesh, shapes)

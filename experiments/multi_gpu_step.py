@@ -14,10 +14,9 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from configs import common
 from experiments import multi_gpu_checks
 from experiments.turns import Turns
-from kimi_jax import config_io, flops, hardware, hlo, plan, sharding
+from kimi_jax import flops, hardware, hlo, plan, sharding
 from kimi_jax.config import Config
 from kimi_jax.train.program import compile_fast, lower_train_step, state_shape
 from kimi_jax.train.step import init_state, make_transform
@@ -69,11 +68,7 @@ def begin(config: ConfigDict) -> Iterator[Program]:
         for text, names in config.step_meshes.items():
             if multi_gpu_checks.too_small(text, jax.device_count()):
                 continue
-            mesh_values = multi_gpu_checks.sizes_of(text)
-            values = [f"mesh.{name}={size}" for name, size in mesh_values.items()]
-            cfg = config_io.from_dict(common.base(), [*config.step_model, *values])
-            one = all(size == 1 for size in mesh_values.values())
-            mesh = sharding.make_mesh(cfg, jax.local_devices()[:1] if one else None)
+            cfg, mesh = multi_gpu_checks.on_mesh(config.step_model, text)
             transform = make_transform(cfg)
             shapes = state_shape(cfg, mesh, transform)
             where = jax.tree.map(lambda x: x.sharding, shapes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from kimi_jax import sharding
@@ -13,6 +12,7 @@ from kimi_jax.config import RL, Config, Model
 from kimi_jax.infer.program import routes_shape
 from kimi_jax.rl.experience import experience_shape
 from kimi_jax.rl.step import make_rl_step
+from kimi_jax.train.program import lower_step
 from kimi_jax.train.step import State
 
 
@@ -22,19 +22,8 @@ def lower_rl_step(
     transform: optax.GradientTransformation,
     state: State,
 ) -> Any:
-    """The step on `mesh`, lowered: (state, experience, go) -> (state, metrics), in
-    place.
-
-    `state` tells shapes and places: the state itself, or its `state_shape`.
-    """
+    """The learner's step, which takes an experience; see `train.program.lower_step`."""
     assert cfg.rl is not None
-    where = jax.tree.map(lambda x: x.sharding, state)
-    everywhere = sharding.replicated(mesh)
-    step = jax.jit(
-        make_rl_step(cfg, transform),
-        donate_argnums=0,
-        out_shardings=(where, everywhere),
-    )
     experience = experience_shape(
         cfg.train.seq_len,
         cfg.train.batch_size,
@@ -42,9 +31,7 @@ def lower_rl_step(
         replay=recorded_routes(cfg.model) if cfg.rl.replay_routes else None,
         scored=scored_fields(cfg.rl),
     )
-    go = jax.ShapeDtypeStruct((), jnp.bool_, sharding=everywhere)
-    with jax.set_mesh(mesh):
-        return step.lower(state, experience, go)
+    return lower_step(make_rl_step(cfg, transform), mesh, state, experience)
 
 
 def recorded_routes(model: Model) -> tuple[int, int, int] | None:

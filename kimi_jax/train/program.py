@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,21 +31,29 @@ def state_shape(
 def lower_train_step(
     cfg: Config, mesh: Mesh, transform: optax.GradientTransformation, state: State
 ) -> Any:
+    """The step of supervised training; see `lower_step`."""
+    batch = batch_shape(cfg.train, sharding.batch_sharding(mesh), cfg.model.vision)
+    return lower_step(make_train_step(cfg, transform), mesh, state, batch)
+
+
+def lower_step(
+    step: Callable[..., tuple[State, dict[str, Any]]],
+    mesh: Mesh,
+    state: State,
+    batch: Any,
+) -> Any:
     """The step on `mesh`, lowered: (state, batch, go) -> (state, metrics), in place.
 
-    `state` tells shapes and places: the state itself, or its `state_shape`.
+    Args:
+      state: tells shapes and places: the state itself, or its `state_shape`.
+      batch: likewise.
     """
     where = jax.tree.map(lambda x: x.sharding, state)
     everywhere = sharding.replicated(mesh)
-    step = jax.jit(
-        make_train_step(cfg, transform),
-        donate_argnums=0,
-        out_shardings=(where, everywhere),
-    )
-    batch = batch_shape(cfg.train, sharding.batch_sharding(mesh), cfg.model.vision)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(where, everywhere))
     go = jax.ShapeDtypeStruct((), jnp.bool_, sharding=everywhere)
     with jax.set_mesh(mesh):
-        return step.lower(state, batch, go)
+        return jitted.lower(state, batch, go)
 
 
 def compile_fast(mesh: Mesh) -> dict[str, int] | None:

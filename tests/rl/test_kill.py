@@ -3,7 +3,6 @@
 As in tests/train/test_kill.py, each life of the run is a process of its own.
 """
 
-import multiprocessing
 import time
 
 import jax
@@ -15,7 +14,7 @@ from kimi_jax.monitor.metrics import read_metrics
 from kimi_jax.rl import archive, loop
 from kimi_jax.train import checkpoint_files as files
 from tests.rl import test_loop
-from tests.train.test_kill import LEASH, Life, wait_for_it
+from tests.train.test_kill import LEASH, Life, starter, wait_for_it
 
 ITERATIONS = LEASH + 1
 OVERRIDES = (
@@ -39,16 +38,7 @@ def live(root, name, prepare=None):
 
 @pytest.fixture(scope="module")
 def start():
-    """Starts one life."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-
-    def start(root, name, prepare=None):
-        process = context.Process(target=live, args=(root, name, prepare))
-        process.start()
-        return process
-
-    return start
+    return starter(live)
 
 
 @pytest.mark.slow

@@ -101,11 +101,10 @@ DOOMS = {
 LEASH = 5  # steps; twice `checkpoint_every` and one
 
 
-@pytest.fixture(scope="module")
-def start():
-    """Starts one life."""
+def starter(live):
+    """start(root, name, prepare=None): a life of its own, forked for live(...)."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([live.__module__])
 
     def start(root, name, prepare=None):
         process = context.Process(target=live, args=(root, name, prepare))
@@ -113,6 +112,11 @@ def start():
         return process
 
     return start
+
+
+@pytest.fixture(scope="module")
+def start():
+    return starter(live)
 
 
 @pytest.fixture(scope="module")
