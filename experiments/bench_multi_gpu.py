@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from experiments import bench_kda, multi_gpu_checks, multi_gpu_step
-from experiments.turns import Turns
+from experiments.multi_gpu_turns import Turns
 from kimi_jax import config as config_lib
 from kimi_jax import distributed, gpus, hlo
 from kimi_jax.errors import UserError

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from configs import common
-from experiments.turns import Turns
+from experiments.multi_gpu_turns import Turns
 from kimi_jax import canonical, config_io, distributed, sharding
 from kimi_jax.config import Config
 from kimi_jax.errors import UserError

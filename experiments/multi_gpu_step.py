@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from experiments import multi_gpu_checks
-from experiments.turns import Turns
+from experiments.multi_gpu_turns import Turns
 from kimi_jax import flops, hardware, hlo, plan, sharding
 from kimi_jax.config import Config
 from kimi_jax.train.program import compile_fast, lower_train_step, state_shape

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from experiments import bench_multi_gpu, multi_gpu_checks, multi_gpu_step
-from experiments.turns import Turns
+from experiments.multi_gpu_turns import Turns
 from kimi_jax.errors import UserError
 
 
