@@ -24,6 +24,11 @@ def get_config():
     config.decode_batches = (1, 64, 256)
     config.decode_heads = 32
     config.implementations = ("triton", "xla")
+    # Documents that fill the row of one shape, timed as well.
+    config.packed_shape = (1, 8192, 96)
+    config.packed = (1300, 547, 2048, 963, 271, 3063)
+    # And each choice of `kda`'s residuals, timed and weighed.
+    config.residuals_shape = (1, 8192, 96)
     # XLA keeps chunk tensors in float32, so it gets the shapes up to this many tokens
     # times heads.
     config.largest_xla = 1_000_000

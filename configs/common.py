@@ -94,6 +94,7 @@ def attention() -> dict:
             "gate_rank": 32,
             "output_gate": "full",
             "chunk_size": 16,  # compiles and runs fastest on a CPU
+            "residuals": "all",
             "implementation": None,
         },
         "mla": {

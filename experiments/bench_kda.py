@@ -72,13 +72,18 @@ def arrays(batch: int, length: int, heads: int, width: int) -> dict[str, jax.Arr
     return x
 
 
-def forward(x: dict[str, jax.Array], name: str) -> jax.Array:
-    settings: dict[str, Any] = {**x, **SETTINGS}
-    return kda(**settings, implementation=name)[0]
+def forward(
+    x: dict[str, jax.Array],
+    name: str,
+    residuals: str = "all",
+    segment_ids: jax.Array | None = None,
+) -> jax.Array:
+    settings: dict[str, Any] = {**x, **SETTINGS, "residuals": residuals}
+    return kda(**settings, segment_ids=segment_ids, implementation=name)[0]
 
 
-def backward(x: dict[str, jax.Array], do: jax.Array, name: str) -> Any:
-    return jax.vjp(partial(forward, name=name), x)[1](do)
+def backward(x: dict[str, jax.Array], do: jax.Array, **settings: Any) -> Any:
+    return jax.vjp(partial(forward, **settings), x)[1](do)
 
 
 def check(name: str, width: int) -> dict:
@@ -104,24 +109,62 @@ def check(name: str, width: int) -> dict:
 
 
 def timed(name: str, shape: tuple[int, int, int], config: ConfigDict) -> Iterator[dict]:
-    """Rows for the forward pass and for both passes of one shape."""
+    """Rows for the forward pass and for both passes of one shape.
+
+    Where the config asks for it, also with each choice of residuals, and with the row
+    cut into documents.
+    """
     x = arrays(*shape, config.width)
     do = jax.random.normal(jax.random.key(1), x["v"].shape, jnp.bfloat16)
-    calls: dict[str, tuple[Callable, tuple]] = {
+    calls: dict[str, tuple[partial, tuple]] = {
         "forward": (partial(forward, name=name), (x,)),
         "forward+backward": (partial(backward, name=name), (x, do)),
     }
+    if shape == config.residuals_shape:
+        for kept in ("all", "states", "none"):
+            call = partial(_layer, name=name, residuals=kept)
+            calls[f"forward+backward, keeping {kept},"] = call, (x, do)
+    if shape == config.packed_shape:
+        ids = jnp.repeat(
+            jnp.arange(1, 1 + len(config.packed)), jnp.array(config.packed)
+        )
+        calls["forward, packed,"] = partial(_packed, forward, name), (x, ids[None])
+        calls["forward+backward, packed,"] = (
+            partial(_packed, backward, name),
+            (x, ids[None], do),
+        )
     for what, (function, inputs) in calls.items():
         row: dict[str, Any] = {"case": f"{what} {shape}", "implementation": name}
         compiled = jax.jit(function).lower(*inputs).compile()
         memory = compiled.memory_analysis()
         ms = milliseconds(partial(compiled, *inputs), config.rounds, calls=config.calls)
-        floor = LEAST_BYTES[what] * shape[0] * shape[1] * shape[2]
+        floor = LEAST_BYTES[what.split(",")[0]] * shape[0] * shape[1] * shape[2]
         row |= {"ms": ms, "floor TB/s": floor / ms / 1e9}
         if memory is not None:
             extra = memory.temp_size_in_bytes + memory.output_size_in_bytes
             row["extra GB"] = extra / 2**30
+        if "keeping" in what:
+            row["kept GB"] = _kept(x, **function.keywords) / 2**30
         yield row
+
+
+def _layer(x: Any, do: jax.Array, **settings: Any) -> Any:
+    """Outputs and gradients: in a model the outputs are needed before the gradients."""
+    o, pull = jax.vjp(partial(forward, **settings), x)
+    return o, pull(do)
+
+
+def _kept(x: Any, **settings: Any) -> int:
+    """Bytes that wait for the backward pass, besides the inputs."""
+    call = partial(forward, **settings)
+    held = jax.eval_shape(lambda x: jax.vjp(call, x)[1], x)
+    bytes_of = [a.size * a.dtype.itemsize for a in jax.tree.leaves(held)]
+    return sum(bytes_of) - sum(a.nbytes for a in x.values())
+
+
+def _packed(call: Callable, name: str, x: Any, segment_ids: Any, *do: Any) -> Any:
+    """`forward` or `backward` of documents, whose ids are no constant to XLA."""
+    return call(x, *do, name=name, segment_ids=segment_ids)
 
 
 def decode(name: str, batch: int, config: ConfigDict) -> Iterator[dict]:

@@ -30,6 +30,8 @@ class KDA:
     gate_rank: int
     output_gate: Literal["full", "low_rank", "none"]
     chunk_size: int
+    # Kept for the backward pass of one layer, where train.remat keeps anything of it.
+    residuals: Literal["all", "states", "none"]
     implementation: str | None  # None: the fastest that this device runs
 
 

@@ -30,6 +30,7 @@ _LATER = {
     "alerts.zero_variance": None,
     "alerts.environment_errors": None,
     "rl": None,
+    "model.kda.residuals": "all",
 }
 # Of a tuple of these; of anything else, a tuple of tuples is the example.
 _EXAMPLES = {str: "('a', 'b')", int: "(512, 4096)", float: "(0.0, 1.0)"}

@@ -49,6 +49,7 @@ _MAY_DIFFER = (
     "model.gqa.rope_base",
     "model.gqa.block_size",
     "model.kda.chunk_size",
+    "model.kda.residuals",
     "model.kda.implementation",
     "model.moe.implementation",
     "model.moe.dispatch",

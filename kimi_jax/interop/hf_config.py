@@ -315,6 +315,7 @@ def _choices(text: Mapping[str, Any]) -> dict[str, Any]:
             "gate_rank": linear["head_dim"],
             "output_gate": "full" if linear.get("use_full_rank_gate") else "low_rank",
             "chunk_size": 64,
+            "residuals": "all",
             "implementation": None,
         },
         "mla": {

@@ -35,6 +35,7 @@ _FREE = {
     "init_std",
     "attention",  # compared layer by layer
     "kda.chunk_size",
+    "kda.residuals",
     "kda.implementation",
     "mla.block_size",
     "moe.implementation",

@@ -270,6 +270,7 @@ def _mix(
         segment_ids=segment_ids_BT,
         output_final_state=observing,
         chunk_size=cfg.chunk_size,
+        residuals=cfg.residuals,
         **_settings(cfg, a_log_H, dt_bias_HK),
     )
     if state_BHKV is None:
@@ -318,6 +319,7 @@ def _extend(
             segment_ids=ids_BT,
             output_final_state=True,
             chunk_size=cfg.chunk_size,
+            residuals=cfg.residuals,
             **settings,
         )
         assert moved_BHKV is not None  # it was asked for

@@ -38,6 +38,12 @@ _IMPLEMENTATIONS: dict[str, _Implementation] = {
     "xla": kda_xla,
     "reference": kda_reference,
 }
+# What `residuals` keeps, as policies of `jax.checkpoint`; "all" needs none.
+_KEPT = {
+    "all": None,
+    "states": jax.checkpoint_policies.save_only_these_names("kda_states"),
+    "none": jax.checkpoint_policies.nothing_saveable,
+}
 _STEPS = {"triton": triton.step_triton, "mosaic_tpu": mosaic_tpu.step_mosaic_tpu}
 _OBSTACLES = {"triton": triton.why_not, "mosaic_tpu": mosaic_tpu.why_not}
 
@@ -99,6 +105,7 @@ def kda(
     use_beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
     chunk_size: int = 64,
+    residuals: str = "all",
     axis: str | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array | None]:
@@ -118,6 +125,9 @@ def kda(
         padding never splits a run. None means one document per row.
       output_final_state: also return the state after the last token.
       chunk_size: 16, 32, 64 or 128; changes speed and memory, not the result.
+      residuals: what is kept for the backward pass besides the inputs: "all", "states"
+        (those between chunks; what is inside of chunks is computed again) or "none"
+        (the whole forward pass is run again). Memory against time, not the result.
       axis: inside `jax.shard_map`, the mesh axis that time is split over, for Triton
         kernels alone; `kimi_jax.ops.context_kda` is for all, and says the rest.
       implementation: see `choose_implementation`.
@@ -136,8 +146,10 @@ def kda(
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
     options = Options(scale, lower_bound, *flags, chunk_size, axis)
     check_options(inputs, options)
+    if residuals not in _KEPT:
+        raise ValueError(f"residuals={residuals!r}: choose one of {', '.join(_KEPT)}")
     name, _ = choose_implementation(implementation, target.platform(), inputs)
-    o, state = _run(name, inputs, state, ids, options)
+    o, state = _run(name, inputs, state, ids, options, residuals)
     return o.astype(inputs.v.dtype), state if output_final_state else None
 
 
@@ -195,6 +207,7 @@ def _run(
     state: Array | None,
     segment_ids: Array | None,
     options: Options,
+    residuals: str,
 ) -> tuple[Array, Array]:
     """Fills in what was left out, and calls the implementation."""
     if options.axis is not None and name != "triton":
@@ -209,7 +222,13 @@ def _run(
         return jnp.zeros_like(inputs.v), state
     runs = None if segment_ids is None else find_runs(segment_ids, options.axis)
     options = options._replace(chunk_size=_fit_chunk(options.chunk_size, time))
-    return _IMPLEMENTATIONS[name](inputs, state, runs, options)
+
+    def forward(inputs: Inputs, state: Array, runs: Runs | None) -> tuple[Array, Array]:
+        return _IMPLEMENTATIONS[name](inputs, state, runs, options)
+
+    if residuals != "all":
+        forward = jax.checkpoint(forward, policy=_KEPT[residuals])
+    return forward(inputs, state, runs)
 
 
 def _zero_state(inputs: Inputs) -> Array:

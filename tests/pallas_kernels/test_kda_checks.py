@@ -52,6 +52,7 @@ WRONG = {
     "float16": ({"v": jnp.ones((B, T, HV, V), jnp.float16)}, "v has dtype float16"),
     "integers": ({"q": jnp.ones((B, T, H, K), int)}, "q has dtype int32"),
     "chunk": ({"chunk_size": 48}, "chunk_size=48", "16, 32, 64, 128"),
+    "residuals": ({"residuals": "some"}, "residuals='some'", "all, states, none"),
     "bound low": ({"lower_bound": -5.5}, "lower_bound=-5.5", "[-5.0, 0)"),
     "bound zero": ({"lower_bound": 0.0}, "lower_bound=0.0"),
     "bound nan": ({"lower_bound": float("nan")}, "lower_bound=nan"),

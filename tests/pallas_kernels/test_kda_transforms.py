@@ -69,6 +69,21 @@ def test_keeps_inputs_states_and_matrices_only(ids):
     assert sorted(a.shape for a in kept if a.ndim) == sorted(expected)
 
 
+@pytest.mark.parametrize("residuals", ["states", "none"])
+def test_residuals_are_a_choice(residuals, gradient):
+    x = arguments()
+    call = partial(apply, residuals=residuals)
+    got = cases.jit(jax.grad(partial(loss, call=call)))(x)
+    chex.assert_trees_all_close(got, gradient(x), **CLOSE)
+
+    kept = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(call, x)[1], x))
+    states = (TIME // CHUNK, cases.B, cases.HV, cases.K, cases.V)
+    zero = states[1:]  # the default initial state counts as an input
+    expected = [*(a.shape for a in x.values()), zero]
+    expected += [states] if residuals == "states" else []
+    assert sorted(a.shape for a in kept if a.ndim) == sorted(expected)
+
+
 @pytest.mark.parametrize(
     ("names", "runs_forward_again"),
     [(("kda_states", "kda_matrices"), False), ((), True)],

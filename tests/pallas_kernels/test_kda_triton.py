@@ -223,9 +223,9 @@ def float_inputs(time=20):
     return x
 
 
-def loss(x):
+def loss(x, residuals="all"):
     settings = {**cases.IN_KERNEL, "lower_bound": -5.0, "implementation": "triton"}
-    o, state = kda(**x, output_final_state=True, **settings)
+    o, state = kda(**x, output_final_state=True, residuals=residuals, **settings)
     return jnp.sum(jnp.sin(o)) + jnp.sum(state)
 
 
@@ -242,6 +242,8 @@ def test_vmap_and_checkpoint():
     for names in [(), ("kda_states", "kda_matrices")]:
         again = jax.grad(jax.checkpoint(loss, policy=policy(*names)))(x)
         assert_same(again, plain)
+    for residuals in ("states", "none"):
+        assert_same(jax.grad(functools.partial(loss, residuals=residuals))(x), plain)
     two = jax.tree.map(lambda a: jnp.stack([a, a]), x)
     both = jax.vmap(jax.grad(loss))(two)
     assert_same(jax.tree.map(lambda a: a[1], both), plain)
