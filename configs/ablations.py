@@ -3,7 +3,8 @@ r"""The claims of the papers at small scale, a row of docs/ablations.md each.
 Question: does a mechanism do here what its paper says it does?
 Command:  python -m experiments.sweep --config=configs/ablations.py:gate \
               --workdir=runs/ablations/gate --run=local:2     # then --collect
-Cost:     at most 30 minutes a row on 2 CPU cores, all settings and seeds together.
+Cost:     at most 30 minutes a row on 2 CPU cores, all settings and seeds together; but
+          hybrid and residuals, of deep models, 2 to 3 hours.
 Expect:   docs/ablations.md.
 
 Rows: gate, granularity, hybrid, positions, balancing, residuals, latent, activation,
