@@ -7,7 +7,8 @@ The program is a train step; with --program=rl the learner's step of a config th
 an rl section; with --program=decode or prefill one of a generator with --slots
 sequences of --length tokens. Without --topology it plans for the devices of this
 machine. The exit code is 1 if it does not fit; what would help to fit a step is printed
-then.
+then. With --effort=O1 the compiler tries less: about half its time, for a program that
+takes a few percent more memory and sends more.
 """
 
 import json
@@ -48,7 +49,8 @@ def main(overrides: list[str]) -> int:
                 f"--program=rl: {config.name} has no rl section; use a config that "
                 "has one, such as configs/rl_tools.py or configs/k3.py:rl=1"
             )
-        made = plan.make_plan(config, mesh, console.print, STEPS[flags.FLAGS.program])
+        lower = STEPS[flags.FLAGS.program]
+        made = plan.make_plan(config, mesh, console.print, lower, flags.FLAGS.effort)
         tables, values = plan.rows(config, made), plan.to_json(made)
         advice = plan.advice(config, made)
     else:
@@ -59,13 +61,15 @@ def main(overrides: list[str]) -> int:
             slots=flags.FLAGS.slots,
             length=flags.FLAGS.length,
             chunk=flags.FLAGS.chunk,
+            effort=flags.FLAGS.effort,
         )
         tables, values = infer_plan.rows(made), infer_plan.to_json(made)
     print_first_screen(console, tables)
     for line in advice:
         console.print(f"to make it fit: {line}")
     if flags.FLAGS.json:
-        values = {"config": config.name, "topology": name, **values}
+        effort = flags.FLAGS.effort or "default"
+        values = {"config": config.name, "topology": name, "effort": effort, **values}
         text = json.dumps(to_jsonable(values), indent=2)
         replace_file(pathlib.Path(flags.FLAGS.json), text + "\n")
         console.print(f"written to {flags.FLAGS.json}")
@@ -80,4 +84,6 @@ if __name__ == "__main__":
     flags.DEFINE_integer("slots", 1, "prefill, decode: sequences at one time")
     flags.DEFINE_integer("length", 131072, "prefill, decode: most tokens of each")
     flags.DEFINE_integer("chunk", 8192, "prefill: tokens read in one call")
+    efforts = list(plan.EFFORTS)
+    flags.DEFINE_enum("effort", None, efforts, "of the compiler; low: sooner, rougher")
     cli.run(main, config=True)

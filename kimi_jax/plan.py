@@ -27,6 +27,7 @@ from kimi_jax.train.step import State, make_transform
 _PASSES = {"none": 3, "unit": 4, "block": 4, "nested": 5}
 
 
+EFFORTS = ("O0", "O1", "O2", "O3")  # XLA's optimization levels
 # The TPU compiler's words: all that a device needs, and what it has.
 _REFUSED = re.compile(r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)")
 
@@ -95,12 +96,14 @@ def make_plan(
     mesh: Mesh,
     say: Callable[[str], None] = lambda line: None,
     lower: Callable[..., Any] = lower_train_step,
+    effort: str | None = None,
 ) -> Plan:
     """Compile a step of `cfg` for `mesh`; nothing is allocated on a device.
 
     Args:
       say: is told what begins; compiling a large model takes minutes.
       lower: `lower_train_step`, or `rl.program.lower_rl_step`.
+      effort: of the compiler, one of `EFFORTS`; None: as for a run.
     """
     started = time.monotonic()
     transform = make_transform(cfg)
@@ -112,7 +115,7 @@ def make_plan(
     device = mesh.devices.flat[0]
     row = hardware.look_up(device.device_kind)
     arguments = sum(share.parameters + share.optimizer for share in kept)
-    memory, traffic = compile_lowered(lowered, arguments, row)
+    memory, traffic = compile_lowered(lowered, arguments, row, effort)
     done = time.monotonic()
     total = flops.step_flops(cfg)
     roofline = utilisation = None
@@ -139,15 +142,17 @@ def make_plan(
 
 
 def compile_lowered(
-    lowered: Any, arguments: int, row: hardware.Device | None
+    lowered: Any, arguments: int, row: hardware.Device | None, effort: str | None
 ) -> tuple[Memory, dict[str, hlo.Collective] | None]:
     """Memory and collectives; None for these if the compiler says it cannot fit.
 
     Args:
       arguments: bytes that a device is given; all else is then called temporary.
+      effort: as in `make_plan`.
     """
+    options = {} if effort is None else {"optimization_level": effort}
     try:
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         refused = _REFUSED.search(str(error))
         if refused is None:

@@ -22,14 +22,15 @@ class Watched:
     def __init__(self, lowered):
         self.lowered = lowered
 
-    def compile(self):
-        self.compiled = self.lowered.compile()
+    def compile(self, compiler_options):
+        self.options = compiler_options
+        self.compiled = self.lowered.compile(compiler_options=compiler_options)
         return self.compiled
 
 
 @pytest.fixture(scope="module")
 def made():
-    """(config, mesh, plan, the compiled step) on four CPU devices."""
+    """(config, mesh, plan, the watched step) on simulated devices."""
     cfg = tiny.make(*tiny.QUICK)
     mesh = sharding.make_mesh(cfg)
     lower, seen = plan.lower_train_step, []
@@ -38,8 +39,8 @@ def made():
         seen.append(Watched(lower(*arguments)))
         return seen[-1]
 
-    found = plan.make_plan(cfg, mesh, lower=watched)
-    return cfg, mesh, found, seen[0].compiled
+    found = plan.make_plan(cfg, mesh, lower=watched, effort="O1")
+    return cfg, mesh, found, seen[0]
 
 
 def bytes_on_first_device(tree) -> int:
@@ -48,8 +49,9 @@ def bytes_on_first_device(tree) -> int:
 
 @pytest.mark.slow
 def test_memory_is_what_the_compiler_says(made):
-    _, _, found, compiled = made
-    stats = compiled.memory_analysis()
+    _, _, found, step = made
+    assert step.options == {"optimization_level": "O1"}
+    stats = step.compiled.memory_analysis()
     assert found.memory == plan.Memory(
         stats.argument_size_in_bytes,
         stats.temp_size_in_bytes,
@@ -58,7 +60,7 @@ def test_memory_is_what_the_compiler_says(made):
         None,
     )
     assert found.memory.arguments > 0 and found.memory.temporaries > 0
-    assert found.collectives == hlo.collective_bytes(compiled.as_text())
+    assert found.collectives == hlo.collective_bytes(step.compiled.as_text())
     assert "all-to-all" in found.collectives
 
 

@@ -38,12 +38,20 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    cfg: Config, mesh: Mesh, program: str, *, slots: int, length: int, chunk: int
+    cfg: Config,
+    mesh: Mesh,
+    program: str,
+    *,
+    slots: int,
+    length: int,
+    chunk: int,
+    effort: str | None = None,
 ) -> Plan:
     """Compile `program` for `mesh`; nothing is allocated on a device.
 
     Args:
       chunk: tokens of a row that are read in one call of "prefill".
+      effort: of the compiler, one of `plan.EFFORTS`; None: as for a run.
 
     Raises:
       UserError: the mesh does not divide the cache.
@@ -68,7 +76,7 @@ def make_plan(
         for x in jax.tree.leaves(variables_shape(cfg.model, mesh))
     )
     given = weights + sum(kept.values())
-    memory, traffic = plan.compile_lowered(lowered, given, row)
+    memory, traffic = plan.compile_lowered(lowered, given, row, effort)
     return Plan(
         program,
         slots,

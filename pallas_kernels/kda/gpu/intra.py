@@ -34,11 +34,13 @@ from pallas_kernels.kda.gpu.tiles import (
 
 @triton.jit
 def level_tiles(
-    q, k, decay, b, q_factor, k_inverse, enters, leaves, real, kb_out, qp_out, kr_out,
-    tile, n, start, h, T,
+    q, k, decay, b, q_factor, k_inverse, enters, leaves, passes, real, kb_out, qp_out,
+    kr_out, gam_out, tile, n, start, h, T,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr,
 ):
-    """Any gate: writes Kb, Qp and Kr; returns M and P below the diagonal."""
+    """Any gate: writes Kb, Qp, Kr and gam; returns M and P below the diagonal."""
+    gam = tl.where(passes, exp2(tl.sum(decay, axis=0)), 0.0)
+    tl.store(gam_out + tile.to(tl.int64) * K + tl.arange(0, K), gam)
     k_rows = load_rows(k, n, start, h, 0, real, T, H, K, C, K) * k_inverse[:, None]
     q_rows = load_rows(q, n, start, h, 0, real, T, H, K, C, K) * q_factor[:, None]
     pre, post = outer_factors(decay, C, DOT)
@@ -76,8 +78,8 @@ def row_products(
 
 @triton.jit
 def wide_tiles(
-    q, k, decay, b, q_factor, k_inverse, enters, leaves, real, kb_out, qp_out, kr_out,
-    sums_out, tile, n, start, h, T,
+    q, k, decay, b, q_factor, k_inverse, enters, leaves, passes, real, kb_out, qp_out,
+    kr_out, gam_out, sums_out, tile, n, start, h, T,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -86,6 +88,9 @@ def wide_tiles(
     vector = sums_out + tile.to(tl.int64) * (2 * K) + tl.arange(0, K)
     tl.store(vector, first)
     tl.store(vector + K, rest)
+    # A sum over the tile of its own would cost the forward pass 4 %.
+    gam = tl.where(passes, exp2(first + rest), 0.0)
+    tl.store(gam_out + tile.to(tl.int64) * K + tl.arange(0, K), gam)
     k_rows = load_rows(k, n, start, h, 0, real, T, H, K, C, K) * k_inverse[:, None]
     factor = k_rows * wide_column(since)
     near = factor.to(DOT)
@@ -151,17 +156,16 @@ def intra_kernel(
     slope = tl.exp(tl.load(A_log + h).to(tl.float32))
     bias = tl.load(dt_bias + h * K + tl.arange(0, K)).to(tl.float32)
     decay = log2_decay(raw_g, slope, bias, bound, real, GATE)
-    gam = tl.where(passes, exp2(tl.sum(decay, axis=0)), 0.0)
-    tl.store(gam_out + tile.to(tl.int64) * K + tl.arange(0, K), gam)
     if WIDE > 0:
         m, p = wide_tiles(
-            q, k, decay, b, q_factor, k_inverse, enters, leaves, real, kb_out, qp_out,
-            kr_out, sums_out, tile, n, start, key, T, H, K, C, WIDE, DOT,
+            q, k, decay, b, q_factor, k_inverse, enters, leaves, passes, real, kb_out,
+            qp_out, kr_out, gam_out, sums_out, tile, n, start, key, T, H, K, C, WIDE,
+            DOT,
         )
     else:
         m, p = level_tiles(
-            q, k, decay, b, q_factor, k_inverse, enters, leaves, real, kb_out, qp_out,
-            kr_out, tile, n, start, key, T, H, K, C, DOT,
+            q, k, decay, b, q_factor, k_inverse, enters, leaves, passes, real, kb_out,
+            qp_out, kr_out, gam_out, tile, n, start, key, T, H, K, C, DOT,
         )
     i, j = grid_ij(C)
     own = (qk * q_factor * k_inverse)[:, None]
