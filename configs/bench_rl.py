@@ -6,8 +6,8 @@ Command:  python -m experiments.bench --config=configs/bench_rl.py \
               --workdir=runs/bench_rl
 Cost:     two minutes on one H200; for a CPU shrink it: --config.length=4096
           --config.pieces=1024,0 --config.width=64 --config.layers=4
-Expect:   the same loss and gradient; pieces take a fraction of the memory. Not run on a
-          GPU yet.
+Expect:   the same loss and gradient; pieces take a fraction of the memory. On an H200
+          pieces of 8,192 took 8.8 s a step and 7.2 GB (docs/rl_learning.md).
 """
 
 from ml_collections import ConfigDict
