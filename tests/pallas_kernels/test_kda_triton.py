@@ -217,6 +217,24 @@ def test_single_step(lower_bound):
     jax.tree.map(np.testing.assert_array_equal, *gradients)
 
 
+def test_step_from_bfloat16_rounds_nothing_on_its_way_to_the_state():
+    """A write strength or decay rounded to bfloat16 would drift with every token."""
+    x, state = token()
+    x = {n: a.astype(jnp.bfloat16) if a.ndim > 1 else a for n, a in x.items()}
+    settings = {**cases.IN_KERNEL, "lower_bound": -5.0}
+    _, got = kda_step(**x, state=state, implementation="triton", **settings)
+    wide = {n: a.astype(jnp.float32) for n, a in x.items()}
+    _, expected = kda_step(**wide, state=state, implementation="xla", **settings)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_long_document_and_documents_of_one_token():
+    ids = np.repeat([[1, 2, 3, 4, 5], [1, 0, 2, 3, 4]], [66, 1, 1, 1, 1], axis=1)
+    x = cases.prepared("random", ids.shape[1])
+    x["initial_state"] = 0 * x["initial_state"]
+    compare(x, ids, lower_bound=-5.0)
+
+
 def float_inputs(time=20):
     x = {n: jnp.asarray(a, jnp.float32) for n, a in cases.raw(time).items()}
     del x["initial_state"]
