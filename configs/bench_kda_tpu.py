@@ -21,7 +21,11 @@ def get_config():
     config.segments = 25
     # Also compile tokamax's kernels, if tokamax can be imported.
     config.peer = True
-    # Where there is a TPU: calls between two looks at the clock, and how often.
+    # Where there is a TPU, also timed: documents that fill a row, choices of residuals.
+    # And calls between two looks at the clock, and how often.
+    config.packed_shape = (1, 8192, 32)
+    config.packed = (1300, 547, 2048, 963, 271, 3063)
+    config.residuals_shape = (1, 8192, 32)
     config.calls = 10
     config.rounds = 5
     return config
