@@ -142,9 +142,9 @@ def timed(name: str, shape: tuple[int, int, int], config: ConfigDict) -> Iterato
         row |= {"ms": ms, "floor TB/s": floor / ms / 1e9}
         if memory is not None:
             extra = memory.temp_size_in_bytes + memory.output_size_in_bytes
-            row["extra GB"] = extra / 2**30
+            row["extra GB"] = extra / 1e9
         if "keeping" in what:
-            row["kept GB"] = _kept(x, **function.keywords) / 2**30
+            row["kept GB"] = _kept(x, **function.keywords) / 1e9
         yield row
 
 
@@ -238,7 +238,7 @@ def peer(config: ConfigDict) -> Iterator[dict]:
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
                 call()
-                extra = (torch.cuda.max_memory_allocated() - before) / 2**30
+                extra = (torch.cuda.max_memory_allocated() - before) / 1e9
                 yield {**row, "ms": measure(call), "extra GB": extra}
             except torch.OutOfMemoryError:
                 print(f"peer skipped: {row['case']} does not fit in memory")

@@ -5,7 +5,6 @@ They go the way of all others, through packing, the scoring pass and the step.
 """
 
 import dataclasses
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -87,7 +86,7 @@ def measure(cfg: Config, host: Experience, steps: int) -> dict[str, Any]:
         "tokens/s": host.tokens_BT.size / (seconds + scoring),
         "state GB": memory.arguments / 1e9,
         "temporary GB": memory.temporaries / 1e9,
-        "peak GB": peak(),
+        "peak GB": bench_generation.peak(),
         "compile s": compiled,
         "loss": float(seen[0]["loss"]),
         "gradient norm": float(seen[0]["gradient_norm"]),
@@ -103,14 +102,6 @@ def timed(action: Callable[[], jax.Array], rounds: int) -> tuple[jax.Array, floa
         jax.block_until_ready(action())
         times.append(time.perf_counter() - started)
     return found, statistics.median(times)
-
-
-def peak() -> float:
-    """Most that this process has had at one time: of the device, or of a CPU's host."""
-    stats = jax.devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" in stats:
-        return stats["peak_bytes_in_use"] / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def make(config: ConfigDict) -> Config:
