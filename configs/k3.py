@@ -17,12 +17,12 @@ so many devices (docs/generation.md). `rl=1` learns from trajectories that fill 
 
 from configs import common
 
-# Rows, micro-batches and mesh by the tokens of a row: 8,192 or 16,384 on a device.
+# Rows, micro-batches and mesh by the tokens of a row: 8,192 on a device.
 STAGES = {
     8192: (2048, 4, {"fsdp": 8, "expert": 64, "context": 1, "tensor": 8}),
     65536: (256, 4, {"fsdp": 8, "expert": 8, "context": 8, "tensor": 8}),
     262144: (64, 4, {"fsdp": 8, "expert": 2, "context": 32, "tensor": 8}),
-    1048576: (16, 2, {"fsdp": 8, "expert": 1, "context": 64, "tensor": 8}),
+    1048576: (16, 4, {"fsdp": 4, "expert": 1, "context": 128, "tensor": 8}),
 }
 # Mesh for generation by devices: few layers' weights are gathered at a time, and a
 # sequence of a million tokens needs its pages split.
