@@ -39,7 +39,6 @@ def _stage(length, tokens, rate):
         "optimizer.learning_rate": rate,
         "optimizer.final_fraction": 1.0,
         "train.micro_batches": micro_batches,
-        "train.remat": "nested",
         "train.eval_every": 1000,
         "train.checkpoint_every": 1000,
         **({"long_share": 0.5} if length > 8_192 else {}),
