@@ -38,7 +38,9 @@ _IMPLEMENTATIONS: dict[str, _Implementation] = {
     "xla": kda_xla,
     "reference": kda_reference,
 }
-# What `residuals` keeps, as policies of `jax.checkpoint`; "all" needs none.
+# What `residuals` keeps for the backward pass besides the inputs, as policies of
+# `jax.checkpoint`: everything, which needs none; the states between chunks, so that the
+# inside of chunks is computed again; nothing, so that the forward pass is run again.
 _KEPT = {
     "all": None,
     "states": jax.checkpoint_policies.save_only_these_names("kda_states"),
@@ -125,13 +127,10 @@ def kda(
         padding never splits a run. None means one document per row.
       output_final_state: also return the state after the last token.
       chunk_size: 16, 32, 64 or 128; changes speed and memory, not the result.
-      residuals: what is kept for the backward pass besides the inputs: "all", "states"
-        (those between chunks; what is inside of chunks is computed again) or "none"
-        (the whole forward pass is run again). Memory against time, not the result.
+      residuals: "all", "states" or "none": see `_KEPT`; memory against time.
       axis: inside `jax.shard_map`, the mesh axis that time is split over, for Triton
         kernels alone; `kimi_jax.ops.context_kda` is for all, and says the rest.
-      implementation: see `choose_implementation`.
-      others: see this module.
+      others: see this module, and `choose_implementation`.
 
     Returns:
       o [B,T,HV,V] in v's dtype; the final state [B,HV,K,V] or None.
@@ -146,8 +145,6 @@ def kda(
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
     options = Options(scale, lower_bound, *flags, chunk_size, axis)
     check_options(inputs, options)
-    if residuals not in _KEPT:
-        raise ValueError(f"residuals={residuals!r}: choose one of {', '.join(_KEPT)}")
     name, _ = choose_implementation(implementation, target.platform(), inputs)
     o, state = _run(name, inputs, state, ids, options, residuals)
     return o.astype(inputs.v.dtype), state if output_final_state else None
@@ -210,6 +207,8 @@ def _run(
     residuals: str,
 ) -> tuple[Array, Array]:
     """Fills in what was left out, and calls the implementation."""
+    if residuals not in _KEPT:
+        raise ValueError(f"residuals={residuals!r}: choose one of {', '.join(_KEPT)}")
     if options.axis is not None and name != "triton":
         raise ValueError(
             f"axis={options.axis!r}: {name!r} does not exchange states, only 'triton' "
