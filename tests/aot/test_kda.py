@@ -72,6 +72,18 @@ def test_a_million_tokens_need_no_more_on_the_chip(name):
     assert memory.temp_size_in_bytes < 4 * (4 * 2 * 2**20 * 8)
 
 
+@pytest.mark.parametrize("name", SLICES)
+def test_gradients_of_a_million_tokens(name):
+    """Four heads: a v5e has 16 GB for these, their gradients and the states."""
+    tokens, heads = 2**20, 4
+    x = arrays(1, tokens, heads=heads)
+    memory = compiled(name, backward, (x, x["v"]))
+    states = 2 * tokens // 64 * heads * WIDTH * WIDTH
+    a = 2 * tokens * heads * 64
+    rest = 2 * tokens * heads * WIDTH + 4 * 4 * tokens * heads
+    assert memory.temp_size_in_bytes < states + a + 1.1 * rest
+
+
 @pytest.mark.parametrize("heads", [6, 12])
 def test_heads_that_a_device_has_of_k3(heads):
     """Of its 96 heads over 16 and over 8 devices; their pairs fill no tiles."""

@@ -93,6 +93,21 @@ def test_remat_changes_nothing():
             chex.assert_trees_all_close(again, plain, rtol=1e-13, atol=1e-13 * largest)
 
 
+def test_what_a_layer_keeps_is_told_to_its_kernel():
+    one = ("model.num_layers=1", "model.attention=kda", "model.ffn.num_dense_layers=1")
+
+    def checkpoints(residuals):
+        model = tiny.make(*one, f"model.kda.residuals={residuals}").model
+
+        def forward(variables):
+            return transformer.apply(model, variables, TOKENS).h_BTD
+
+        return str(jax.make_jaxpr(forward)(tiny.variables(model))).count("policy=")
+
+    kept = checkpoints("all")
+    assert checkpoints("states") == checkpoints("none") == kept + 1
+
+
 # One layer of each kind, of attention as of FFN.
 EACH = ("model.num_layers=2", "model.attention=kda,mla", "model.residual.block_size=1")
 
