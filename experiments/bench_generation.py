@@ -8,7 +8,7 @@ Times on a CPU are those that the processors worked, which other programs distur
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -180,7 +180,11 @@ def median(action: Callable[[], None], rounds: int) -> float:
 
 def peak() -> float:
     """Most gigabytes that this process ever had: of a device, or of a CPU's host."""
-    stats = [d.memory_stats() or {} for d in jax.local_devices()]
-    if found := max(one.get("peak_bytes_in_use", 0) for one in stats):
-        return found / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    return device_peak(jax.local_devices()) or host
+
+
+def device_peak(devices: Iterable[jax.Device]) -> float:
+    """Most gigabytes ever in use on one of these; 0: not counted."""
+    stats = [device.memory_stats() or {} for device in devices]
+    return max(one.get("peak_bytes_in_use", 0) for one in stats) / 1e9

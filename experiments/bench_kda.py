@@ -116,36 +116,45 @@ def timed(name: str, shape: tuple[int, int, int], config: ConfigDict) -> Iterato
     """
     x = arrays(*shape, config.width)
     do = jax.random.normal(jax.random.key(1), x["v"].shape, jnp.bfloat16)
-    calls: dict[str, tuple[partial, tuple]] = {
-        "forward": (partial(forward, name=name), (x,)),
-        "forward+backward": (partial(backward, name=name), (x, do)),
-    }
-    if shape == config.residuals_shape:
-        for kept in ("all", "states", "none"):
-            call = partial(_layer, name=name, residuals=kept)
-            calls[f"forward+backward, keeping {kept},"] = call, (x, do)
-    if shape == config.packed_shape:
-        ids = jnp.repeat(
-            jnp.arange(1, 1 + len(config.packed)), jnp.array(config.packed)
-        )
-        calls["forward, packed,"] = partial(_packed, forward, name), (x, ids[None])
-        calls["forward+backward, packed,"] = (
-            partial(_packed, backward, name),
-            (x, ids[None], do),
-        )
-    for what, (function, inputs) in calls.items():
-        row: dict[str, Any] = {"case": f"{what} {shape}", "implementation": name}
-        compiled = jax.jit(function).lower(*inputs).compile()
+    for what, case, function, inputs in _cases(name, shape, config, x, do):
+        row: dict[str, Any] = {"case": f"{case} {shape}", "implementation": name}
+        # Ids among the inputs: as constants, XLA would work on them before the call.
+        compiled = jax.jit(function).lower(**inputs).compile()
         memory = compiled.memory_analysis()
-        ms = milliseconds(partial(compiled, *inputs), config.rounds, calls=config.calls)
-        floor = LEAST_BYTES[what.split(",")[0]] * shape[0] * shape[1] * shape[2]
+        call = partial(compiled, **inputs)
+        ms = milliseconds(call, config.rounds, calls=config.calls)
+        floor = LEAST_BYTES[what] * shape[0] * shape[1] * shape[2]
         row |= {"ms": ms, "floor TB/s": floor / ms / 1e9}
         if memory is not None:
             extra = memory.temp_size_in_bytes + memory.output_size_in_bytes
             row["extra GB"] = extra / 1e9
-        if "keeping" in what:
+        if function.func is _layer:
             row["kept GB"] = _kept(x, **function.keywords) / 1e9
         yield row
+
+
+def _cases(
+    name: str, shape: tuple[int, int, int], config: ConfigDict, x: Any, do: Any
+) -> Iterator[tuple[str, str, partial, dict[str, Any]]]:
+    """(passes, as a row calls them, the function, its inputs by name) to be timed."""
+    inputs = {"forward": {"x": x}, "forward+backward": {"x": x, "do": do}}
+    passes: dict[str, Callable[..., Any]] = {
+        "forward": forward,
+        "forward+backward": backward,
+    }
+    for what, function in passes.items():
+        yield what, what, partial(function, name=name), inputs[what]
+    if shape == config.residuals_shape:
+        what = "forward+backward"
+        for kept in ("all", "states", "none"):
+            function = partial(_layer, name=name, residuals=kept)
+            yield what, f"{what}, keeping {kept},", function, inputs[what]
+    if shape == config.packed_shape:
+        numbers = jnp.arange(1, 1 + len(config.packed))
+        ids = jnp.repeat(numbers, jnp.array(config.packed))[None]
+        for what, function in passes.items():
+            packed = inputs[what] | {"segment_ids": ids}
+            yield what, f"{what}, packed,", partial(function, name=name), packed
 
 
 def _layer(x: Any, do: jax.Array, **settings: Any) -> Any:
@@ -160,11 +169,6 @@ def _kept(x: Any, **settings: Any) -> int:
     held = jax.eval_shape(lambda x: jax.vjp(call, x)[1], x)
     bytes_of = [a.size * a.dtype.itemsize for a in jax.tree.leaves(held)]
     return sum(bytes_of) - sum(a.nbytes for a in x.values())
-
-
-def _packed(call: Callable, name: str, x: Any, segment_ids: Any, *do: Any) -> Any:
-    """`forward` or `backward` of documents, whose ids are no constant to XLA."""
-    return call(x, *do, name=name, segment_ids=segment_ids)
 
 
 def decode(name: str, batch: int, config: ConfigDict) -> Iterator[dict]:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from experiments import multi_gpu_checks
+from experiments import bench_generation, multi_gpu_checks
 from experiments.multi_gpu_turns import Turns
 from kimi_jax import flops, hardware, hlo, plan, sharding
 from kimi_jax.config import Config
@@ -88,7 +88,7 @@ def _row(program: Program) -> hardware.Device | None:
 def run(programs: list[Program], memory: dict, config: ConfigDict) -> Iterator[dict]:
     """Rows of one mesh: a step under each set of flags, on one state."""
     cfg, mesh = programs[0].cfg, programs[0].mesh
-    before = peak(mesh)
+    before = bench_generation.device_peak(mesh.local_devices)
     state, batch, go = start(programs[0])
     for program in programs:
         compiled, times = program.job.result(), []
@@ -109,7 +109,7 @@ def run(programs: list[Program], memory: dict, config: ConfigDict) -> Iterator[d
         if device is not None:
             per_device = flops.step_flops(cfg) / mesh.size
             row["utilisation"] = per_device / seconds / device.flops
-        after = peak(mesh)
+        after = bench_generation.device_peak(mesh.local_devices)
         if after > before:
             row["peak GB"] = before = after
         traffic = hlo.collective_bytes(compiled.as_text())
@@ -125,12 +125,6 @@ def start(program: Program) -> tuple[Any, Any, Any]:
     )
     go = jax.device_put(np.True_, sharding.replicated(program.mesh))
     return program.init.result()(), batch, go
-
-
-def peak(mesh: Mesh) -> float:
-    """Largest gigabytes ever in use on a device of this process; 0: not counted."""
-    stats = [d.memory_stats() or {} for d in mesh.local_devices]
-    return max(one.get("peak_bytes_in_use", 0) for one in stats) / 1e9
 
 
 def traces(programs: list[Program]) -> Iterator[dict]:
