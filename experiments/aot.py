@@ -24,10 +24,10 @@ from kimi_jax.errors import UserError
 from kimi_jax.infer import plan as infer_plan
 from kimi_jax.monitor.console import print_first_screen
 from kimi_jax.monitor.metrics import replace_file, to_jsonable
-from kimi_jax.rl.program import lower_rl_step
-from kimi_jax.train.program import lower_train_step
+from kimi_jax.rl.program import LEARNER
+from kimi_jax.train.program import PRE_TRAINING
 
-STEPS = {"train": lower_train_step, "rl": lower_rl_step}
+STEPS = {"train": PRE_TRAINING, "rl": LEARNER}
 
 
 def main(overrides: list[str]) -> int:
@@ -49,8 +49,8 @@ def main(overrides: list[str]) -> int:
                 f"--program=rl: {config.name} has no rl section; use a config that "
                 "has one, such as configs/rl_tools.py or configs/k3.py:rl=1"
             )
-        lower = STEPS[flags.FLAGS.program]
-        made = plan.make_plan(config, mesh, console.print, lower, flags.FLAGS.effort)
+        program, effort = STEPS[flags.FLAGS.program], flags.FLAGS.effort
+        made = plan.make_plan(config, mesh, program, effort=effort, say=console.print)
         tables, values = plan.rows(config, made), plan.to_json(made)
         advice = plan.advice(config, made)
     else:

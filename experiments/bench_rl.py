@@ -20,10 +20,10 @@ from kimi_jax import config_io, plan, sharding
 from kimi_jax.config import Config
 from kimi_jax.environments.environment import Task
 from kimi_jax.rl.experience import Experience, make_experience, on_mesh
-from kimi_jax.rl.program import lower_rl_step
+from kimi_jax.rl.program import LEARNER
 from kimi_jax.rl.step import make_score
 from kimi_jax.rl.trajectory import Trajectory, Turn
-from kimi_jax.train.program import state_shape
+from kimi_jax.train.program import lower_step, state_shape
 from kimi_jax.train.step import make_transform, start_state
 
 
@@ -60,7 +60,7 @@ def measure(cfg: Config, host: Experience, steps: int) -> dict[str, Any]:
     mesh, transform = sharding.make_mesh(cfg), make_transform(cfg)
     shapes = state_shape(cfg, mesh, transform)
     started = time.perf_counter()
-    step = lower_rl_step(cfg, mesh, transform, shapes).compile()
+    step = lower_step(LEARNER, cfg, mesh, transform, shapes).compile()
     compiled = time.perf_counter() - started
     memory = plan.memory_of(step, None)
     variables = bench_generation.draw(cfg.model)

@@ -18,7 +18,7 @@ from experiments import bench_generation, multi_gpu_checks
 from experiments.multi_gpu_turns import Turns
 from kimi_jax import flops, hardware, hlo, plan, sharding
 from kimi_jax.config import Config
-from kimi_jax.train.program import compile_fast, lower_train_step, state_shape
+from kimi_jax.train.program import PRE_TRAINING, compile_fast, lower_step, state_shape
 from kimi_jax.train.step import init_state, make_transform
 
 Span = tuple[float, float]
@@ -74,7 +74,7 @@ def begin(config: ConfigDict) -> Iterator[Program]:
             where = jax.tree.map(lambda x: x.sharding, shapes)
             made = jax.jit(partial(init_state, cfg, transform), out_shardings=where)
             init = pool.submit(made.lower().compile, compile_fast(mesh))
-            lowered = lower_train_step(cfg, mesh, transform, shapes)
+            lowered = lower_step(PRE_TRAINING, cfg, mesh, transform, shapes)
             for name in names:
                 options = dict(config.step_flags[name])
                 job = pool.submit(lowered.compile, compiler_options=options)

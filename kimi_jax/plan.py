@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from kimi_jax import accounting, canonical, flops, hardware, hlo, sharding
+from kimi_jax import accounting, canonical, flops, hardware, hlo, sharding, temporaries
 from kimi_jax.config import Config
-from kimi_jax.train.program import lower_train_step, state_shape
+from kimi_jax.train.program import PRE_TRAINING, Program, lower_step, state_shape
 from kimi_jax.train.step import State, make_transform
 
 # Forward, backward (twice the forward), and what remat makes the forward repeat.
@@ -82,6 +82,7 @@ class Plan(NamedTuple):
     mesh: dict[str, int]
     shares: list[Share]
     memory: Memory
+    parts: temporaries.Parts  # of the temporaries
     collectives: dict[str, hlo.Collective] | None  # None: the compiler gave up
     flops: float  # of the model, for one step on all devices
     roofline: Roofline | None  # None: no collectives, or not in the hardware table
@@ -94,21 +95,23 @@ class Plan(NamedTuple):
 def make_plan(
     cfg: Config,
     mesh: Mesh,
-    say: Callable[[str], None] = lambda line: None,
-    lower: Callable[..., Any] = lower_train_step,
+    program: Program = PRE_TRAINING,
+    *,
     effort: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Plan:
     """Compile a step of `cfg` for `mesh`; nothing is allocated on a device.
 
     Args:
-      say: is told what begins; compiling a large model takes minutes.
-      lower: `lower_train_step`, or `rl.program.lower_rl_step`.
+      program: whose step; another is `rl.program.LEARNER`.
       effort: of the compiler, one of `EFFORTS`; None: as for a run.
+      say: is told what begins; compiling a large model takes minutes.
     """
     started = time.monotonic()
     transform = make_transform(cfg)
     state = state_shape(cfg, mesh, transform)
-    lowered = lower(cfg, mesh, transform, state)
+    parts = temporaries.parts_of(program, cfg, mesh, state)
+    lowered = lower_step(program, cfg, mesh, transform, state)
     lowered_at = time.monotonic()
     say(f"traced in {lowered_at - started:.0f} s; compiling for {mesh.size:,} devices")
     kept = shares(cfg, state)
@@ -129,6 +132,7 @@ def make_plan(
         dict(mesh.shape),
         kept,
         memory,
+        parts,
         traffic,
         total,
         roofline,
@@ -273,7 +277,7 @@ def rows(cfg: Config, plan: Plan) -> list[tuple[str, list[tuple[Any, ...]]]]:
     )
     return [
         ("kept on a device between steps", kept),
-        ("memory of a device", memory_rows(plan.memory, "state and batch")),
+        ("memory of a device", _step_memory_rows(plan)),
         ("collectives", collective_rows(plan.collectives or {})),
         ("time", _time_rows(cfg, plan)),
     ]
@@ -289,6 +293,21 @@ def memory_rows(memory: Memory, arguments: str) -> list[tuple[Any, ...]]:
         ("program", size_text(memory.program)),
         ("all", f"{size_text(memory.used)}{limit}: {fits}"),
         ("offloaded to the host", size_text(memory.offloaded)),
+    ]
+
+
+def _step_memory_rows(plan: Plan) -> list[tuple[Any, ...]]:
+    """`memory_rows`, with what the temporaries are made of below them."""
+    parts = plan.parts
+    rest = plan.memory.temporaries - sum(parts)
+    given, temporary, *others = memory_rows(plan.memory, "state and batch")
+    return [
+        given,
+        temporary,
+        ("- activations kept for the backward pass", size_text(parts.activations)),
+        ("- gradients, summed over micro-batches", size_text(parts.gradients)),
+        ("- work in progress: the rest", size_text(max(rest, 0))),
+        *others,
     ]
 
 
@@ -333,6 +352,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
     """Everything in the plan, for programs."""
     values = plan._asdict()
     values["shares"] = [share._asdict() for share in plan.shares]
+    values["parts"] = plan.parts._asdict()
     values["memory"] = plan.memory._asdict() | {
         "used": plan.memory.used,
         "fits": plan.memory.fits,

@@ -10,7 +10,7 @@ import sys
 import jax
 import pytest
 
-from kimi_jax import hlo, plan, sharding
+from kimi_jax import hlo, plan, sharding, temporaries
 from kimi_jax.train.program import state_shape
 from kimi_jax.train.step import init_state, make_transform
 from tests import tiny
@@ -33,13 +33,15 @@ def made():
     """(config, mesh, plan, the watched step) on simulated devices."""
     cfg = tiny.make(*tiny.QUICK)
     mesh = sharding.make_mesh(cfg)
-    lower, seen = plan.lower_train_step, []
+    lower, seen = plan.lower_step, []
 
     def watched(*arguments):
         seen.append(Watched(lower(*arguments)))
         return seen[-1]
 
-    found = plan.make_plan(cfg, mesh, lower=watched, effort="O1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "lower_step", watched)
+        found = plan.make_plan(cfg, mesh, effort="O1")
     return cfg, mesh, found, seen[0]
 
 
@@ -112,7 +114,10 @@ def test_a_cpu_has_no_roofline_and_the_plan_is_json(made):
     assert read["shares"][0]["name"] == "embedding"
     assert read["collectives"]["all-to-all"]["runs"] > 0
     tables = dict(plan.rows(cfg, found))
-    assert tables["memory of a device"][3][1].endswith("limit unknown")
+    memory = dict(tables["memory of a device"])
+    assert memory["all"].endswith("limit unknown")
+    kept = memory["- activations kept for the backward pass"]
+    assert kept == plan.size_text(found.parts.activations) and kept != "0.0 KiB"
     assert dict(tables["time"])["tokens a step"] == "128"
 
 
@@ -128,6 +133,7 @@ def by_hand(**memory):
         mesh={"data": 1, "fsdp": 2, "expert": 2, "context": 1, "tensor": 1},
         shares=[plan.Share("KDA", 10, 20), plan.Share("routed experts", 5, 10)],
         memory=plan.Memory(**sizes | memory, limit=16 * 2**30),
+        parts=temporaries.Parts(2 * GIB, GIB),
         collectives={"all-reduce": hlo.Collective(3, 10, 20, False)},
         flops=1e15,
         roofline=plan.Roofline(2.0, 0.5, 1.0),
@@ -187,15 +193,23 @@ def test_the_micro_batches_that_advice_names_are_legal(micro_batches):
     assert not sharding.misfits(cfg, sizes)
 
 
+def test_parts_of_the_temporaries_add_up_to_them():
+    tables = dict(plan.rows(tiny.make(), by_hand(temporaries=7 * GIB)))
+    assert tables["memory of a device"][1:5] == [
+        ("temporaries", "7.0 GiB"),
+        ("- activations kept for the backward pass", "2.0 GiB"),
+        ("- gradients, summed over micro-batches", "1.0 GiB"),
+        ("- work in progress: the rest", "4.0 GiB"),
+    ]
+
+
 def test_the_bound_of_a_roofline_is_its_longest_part():
     made = by_hand(arguments=20 * GIB)
     assert (made.roofline.bound, made.roofline.seconds) == ("arithmetic", 2.0)
     assert plan.Roofline(1.0, 1.5, 1.2).bound == "memory"
     tables = dict(plan.rows(tiny.make(), made))
-    assert tables["memory of a device"][3] == (
-        "all",
-        "20.0 GiB of 16.0 GiB: DOES NOT FIT",
-    )
+    memory = dict(tables["memory of a device"])
+    assert memory["all"] == "20.0 GiB of 16.0 GiB: DOES NOT FIT"
     assert tables["collectives"][1] == ("all-reduce", "at least 3", "0.0 KiB")
     assert tables["time"][-1][1] == (
         "2.00 s, bound by arithmetic; 50% of peak, 64 tokens/s"

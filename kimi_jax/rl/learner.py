@@ -29,13 +29,13 @@ from kimi_jax.monitor.metrics import Writer
 from kimi_jax.rl import agreement
 from kimi_jax.rl.experience import Experience, Packed, make_experience, on_mesh
 from kimi_jax.rl.health import mean_of
-from kimi_jax.rl.program import lower_rl_step, recorded_routes, scored_fields
+from kimi_jax.rl.program import LEARNER, recorded_routes, scored_fields
 from kimi_jax.rl.step import make_score
 from kimi_jax.rl.trajectory import Trajectory
 from kimi_jax.train import health
 from kimi_jax.train.batch import Batch
 from kimi_jax.train.nonfinite import Feed, GuardedStep
-from kimi_jax.train.program import compile_fast, state_shape
+from kimi_jax.train.program import compile_fast, lower_step, state_shape
 from kimi_jax.train.step import State, init_state, move_clock
 
 START = "start"
@@ -82,7 +82,7 @@ class Learner:
         self._others: dict[str, Any] = {}
         self._score = jax.jit(make_score(cfg, cfg.rl.segment))
         shapes = state_shape(cfg, mesh, transform)
-        step = lower_rl_step(cfg, mesh, transform, shapes).compile()
+        step = lower_step(LEARNER, cfg, mesh, transform, shapes).compile()
         feed = Feed(
             lambda host: on_mesh(host, self._rows),
             lambda placed: {k: x for k, x in placed._asdict().items() if x is not None},

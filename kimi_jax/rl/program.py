@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
-import optax
 
 from kimi_jax import sharding
 from kimi_jax.config import RL, Config, Model
 from kimi_jax.infer.program import routes_shape
-from kimi_jax.rl.experience import experience_shape
-from kimi_jax.rl.step import make_rl_step
-from kimi_jax.train.program import lower_step
-from kimi_jax.train.step import State
-
-
-def lower_rl_step(
-    cfg: Config,
-    mesh: jax.sharding.Mesh,
-    transform: optax.GradientTransformation,
-    state: State,
-) -> Any:
-    """The learner's step, which takes an experience; see `train.program.lower_step`."""
-    assert cfg.rl is not None
-    experience = experience_shape(
-        cfg.train.seq_len,
-        cfg.train.batch_size,
-        sharding.batch_sharding(mesh),
-        replay=recorded_routes(cfg.model) if cfg.rl.replay_routes else None,
-        scored=scored_fields(cfg.rl),
-    )
-    return lower_step(make_rl_step(cfg, transform), mesh, state, experience)
+from kimi_jax.rl.experience import Experience, experience_shape
+from kimi_jax.rl.step import objective
+from kimi_jax.train.program import Program
 
 
 def recorded_routes(model: Model) -> tuple[int, int, int] | None:
@@ -46,3 +24,17 @@ def scored_fields(rl: RL) -> list[str]:
     names += ["reference_BT"] * bool(rl.kl_weight)
     names += ["teacher_BT"] * bool(rl.distill_weight)
     return names
+
+
+def _experience(cfg: Config, mesh: jax.sharding.Mesh) -> Experience:
+    assert cfg.rl is not None
+    return experience_shape(
+        cfg.train.seq_len,
+        cfg.train.batch_size,
+        sharding.batch_sharding(mesh),
+        replay=recorded_routes(cfg.model) if cfg.rl.replay_routes else None,
+        scored=scored_fields(cfg.rl),
+    )
+
+
+LEARNER = Program(objective, _experience)

@@ -10,27 +10,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import optax
 
 from kimi_jax import canonical, config
 from kimi_jax.rl import losses, segments
 from kimi_jax.rl.experience import Experience
-from kimi_jax.train.step import Objective, Report, State, make_train_step
-
-
-def make_rl_step(
-    cfg: config.Config, transform: optax.GradientTransformation
-) -> Callable[..., tuple[State, dict[str, Any]]]:
-    """(state, experience, go) -> (state, metrics), as `make_train_step`.
-
-    Metrics of the objective: loss; predicted, tokens that the policy wrote; and rl,
-    those of `losses.summary` and, where experts are replayed, routing_overlap.
-    """
-    return make_train_step(cfg, transform, objective(cfg))
+from kimi_jax.train.step import Objective, Report
 
 
 def objective(cfg: config.Config) -> Objective:
-    """What the steps minimise: see `kimi_jax.rl.losses`."""
+    """What the steps minimise: see `kimi_jax.rl.losses`.
+
+    Metrics: loss; predicted, tokens that the policy wrote; and rl, those of
+    `losses.summary` and, where experts are replayed, routing_overlap.
+    """
     assert cfg.rl is not None
     rl = cfg.rl
 

@@ -42,7 +42,7 @@ from kimi_jax.train.evaluate import Evaluator
 from kimi_jax.train.interrupt import Interrupt
 from kimi_jax.train.nonfinite import GuardedStep, text_feed
 from kimi_jax.train.profile import Profiler
-from kimi_jax.train.program import lower_train_step
+from kimi_jax.train.program import PRE_TRAINING, lower_step
 from kimi_jax.train.session import (
     READ_SECONDS,
     about_run,
@@ -240,7 +240,7 @@ def _compile(run: _Run, state: State) -> tuple[GuardedStep, Evaluator]:
     """The train step and the evaluation, compiled before the first step is timed."""
     run.progress.note("compiling the train step ...")
     started = time.monotonic()
-    lowered = lower_train_step(run.cfg, run.mesh, run.transform, state)
+    lowered = lower_step(PRE_TRAINING, run.cfg, run.mesh, run.transform, state)
     compiled = lowered.compile()
     traced = run.profiler.around(compiled, int(state.step))
     take_step = GuardedStep(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,32 @@ from jax.sharding import Mesh
 from kimi_jax import sharding
 from kimi_jax.config import Config
 from kimi_jax.train.batch import batch_shape
-from kimi_jax.train.step import State, init_state, make_train_step
+from kimi_jax.train.step import (
+    Objective,
+    State,
+    cross_entropy,
+    init_state,
+    make_train_step,
+)
+
+
+class Program(NamedTuple):
+    """A kind of optimizer step.
+
+    Attributes:
+      objective: what the steps of a config minimise.
+      batch: the shapes of what one step takes, on a mesh.
+    """
+
+    objective: Callable[[Config], Objective]
+    batch: Callable[[Config, Mesh], Any]
+
+
+def _rows(cfg: Config, mesh: Mesh) -> Any:
+    return batch_shape(cfg.train, sharding.batch_sharding(mesh), cfg.model.vision)
+
+
+PRE_TRAINING = Program(cross_entropy, _rows)
 
 
 def state_shape(
@@ -28,32 +53,25 @@ def state_shape(
     )
 
 
-def lower_train_step(
-    cfg: Config, mesh: Mesh, transform: optax.GradientTransformation, state: State
-) -> Any:
-    """The step of supervised training; see `lower_step`."""
-    batch = batch_shape(cfg.train, sharding.batch_sharding(mesh), cfg.model.vision)
-    return lower_step(make_train_step(cfg, transform), mesh, state, batch)
-
-
 def lower_step(
-    step: Callable[..., tuple[State, dict[str, Any]]],
+    program: Program,
+    cfg: Config,
     mesh: Mesh,
+    transform: optax.GradientTransformation,
     state: State,
-    batch: Any,
 ) -> Any:
     """The step on `mesh`, lowered: (state, batch, go) -> (state, metrics), in place.
 
     Args:
       state: tells shapes and places: the state itself, or its `state_shape`.
-      batch: likewise.
     """
+    step = make_train_step(cfg, transform, program.objective(cfg))
     where = jax.tree.map(lambda x: x.sharding, state)
     everywhere = sharding.replicated(mesh)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(where, everywhere))
     go = jax.ShapeDtypeStruct((), jnp.bool_, sharding=everywhere)
     with jax.set_mesh(mesh):
-        return jitted.lower(state, batch, go)
+        return jitted.lower(state, program.batch(cfg, mesh), go)
 
 
 def compile_fast(mesh: Mesh) -> dict[str, int] | None:

@@ -13,8 +13,8 @@ import pytest
 from kimi_jax import canonical, sharding
 from kimi_jax.errors import UserError
 from kimi_jax.rl.experience import make_experience, on_mesh
-from kimi_jax.rl.step import make_rl_step, make_score
-from kimi_jax.train.step import State
+from kimi_jax.rl.step import make_score, objective
+from kimi_jax.train.step import State, make_train_step
 from tests import tiny
 from tests.rl import trajectories
 from tests.rl.test_losses import CASES
@@ -77,7 +77,8 @@ def step(overrides, sizes, settings=SETTINGS, **changes):
     state = State(jnp.int32(0), params, balance, TRANSFORM.init(params))
     placed = sharding.state_shardings(mesh, state)
     state = jax.device_put(state, placed)
-    run = jax.jit(make_rl_step(cfg, TRANSFORM), out_shardings=(placed, None))
+    taken = make_train_step(cfg, TRANSFORM, objective(cfg))
+    run = jax.jit(taken, out_shardings=(placed, None))
     with jax.set_mesh(mesh):
         batch = on_mesh(experience(), sharding.batch_sharding(mesh))
         state, metrics = run(state, batch)
