@@ -36,7 +36,9 @@ REDUCTIONS: dict[str, str] = {
     # KDA: see kimi_jax.ops.decay. Sums over sampled tokens and over rows.
     **dict.fromkeys(("decay_above_Q", "at_bound", "beta", "sampled"), "sum"),
     **dict.fromkeys(("state_square", "state_rows"), "sum"),
-    # Attention residuals, and softmax attention where QK-clip asks.
+    # The running sum after a sublayer; attention residuals; softmax attention where
+    # QK-clip asks.
+    "stream_square": "mean",
     "depth_weights": "mean",
     "max_logit_H": "max",
 }

@@ -105,9 +105,11 @@ class Sublayer(nn.Module):
             y_BTD = LatentMoE(model, name="moe")(x_BTD, segment_ids_BT, infer)
         else:
             y_BTD = MLP(model, model.ffn.width, name="mlp")(x_BTD, segment_ids_BT)
-        return stream._replace(
-            partial_BTD=stream.partial_BTD + y_BTD, has_partial=jnp.array(True)
-        )
+        partial_BTD = stream.partial_BTD + y_BTD
+        if parameters.observing(self):
+            square = residuals.total_mean_square(partial_BTD, segment_ids_BT)
+            parameters.sow_stat(self, "stream_square", square)
+        return stream._replace(partial_BTD=partial_BTD, has_partial=jnp.array(True))
 
 
 class BlockStart(nn.Module):

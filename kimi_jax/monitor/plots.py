@@ -197,12 +197,15 @@ def new_axis(
 
 
 def named_figure(
-    panels: Mapping[str, Mapping[str, Series]], from_zero: bool = True
+    panels: Mapping[str, Mapping[str, Series]],
+    from_zero: bool = True,
+    across: str = "step",
 ) -> Figure:
     """Panels over steps by title, each with lines by name and a legend beside it.
 
     Args:
         from_zero: whether the y axes start there.
+        across: what the x axes count.
     """
     figure = new_figure(8.0, 3.2 * len(panels))
     axes = np.atleast_1d(figure.subplots(len(panels), 1))
@@ -210,7 +213,7 @@ def named_figure(
         style(axis, title, "")
         draw_lines(axis, lines)
         _scale_y(axis, np.concatenate([x.values for x in lines.values()]), from_zero)
-        axis.set_xlabel("step", fontsize=9.5, color=_TEXT)
+        axis.set_xlabel(across, fontsize=9.5, color=_TEXT)
         axis.legend(
             frameon=False,
             fontsize=8.5,

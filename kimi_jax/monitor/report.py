@@ -34,7 +34,13 @@ _ROUTING_PANELS = (
     ("Dead experts", "experts without a token", "moe/dead_experts"),
     ("Bias range", "max bias - min bias", "moe/bias_range"),
 )
-_RESIDUAL_PANELS = (("Entropy of the residual weights", "nats", "residual/entropy"),)
+# Each a figure of its own: their lists are not equally long.
+_RESIDUAL_PANELS = {
+    "residual_entropy": (
+        ("Entropy of the residual weights", "nats", "residual/entropy"),
+    ),
+    "residual_rms": (("RMS of the running sum", "RMS", "residual/rms"),),
+}
 
 
 def build_report(workdir: str | os.PathLike) -> Path:
@@ -68,7 +74,8 @@ def summarise(run: Run) -> dict[str, Any]:
     `seconds` is wall time over all sessions, compilation and evaluation included. It
     leaves out steps that a crash made the run repeat. `max_violation` is the worst
     layer at the last logged step, `max_violation_tail` the worst layer's mean over
-    the last tenth of the log.
+    the last tenth of the log. `residual_rms` is the largest over the depth at the last
+    logged step.
     """
     train = last(run.train)
     evaluation = last(run.eval)
@@ -79,6 +86,7 @@ def summarise(run: Run) -> dict[str, Any]:
     )
     violation = layer_series(run, "moe/max_violation")
     dead = layer_series(run, "moe/dead_experts")
+    depth = layer_series(run, "residual/rms")
     return {
         "name": (run.config or {}).get("name"),
         "finished": run.finished,
@@ -106,6 +114,8 @@ def summarise(run: Run) -> dict[str, Any]:
         "max_violation_tail": None if violation is None else tail(violation).max(),
         "dead_experts": None if dead is None else dead.values[-1].sum(),
         "activation_max": _largest(run, "activation_max"),
+        "residual_rms": None if depth is None else depth.values[-1].max(),
+        "head_spread": sections.head_spread(run),
         "parameters": run.info.get("parameters"),
         "corpus": run.info.get("corpus"),
     }
@@ -151,12 +161,10 @@ def draw(run: Run) -> dict[str, Figure]:
         figures["residual_map"] = plots.depth_map_figure(
             run.residual_weights, _num_layers(run)
         )
-    entropy = _layer_panels(run, _RESIDUAL_PANELS)
-    if entropy:
-        sublayers = range(entropy[0].series.values.shape[1])
-        figures["residual_entropy"] = plots.history_figure(
-            entropy, sublayers, "sublayer"
-        )
+    for name, titles in _RESIDUAL_PANELS.items():
+        if panels := _layer_panels(run, titles):
+            sublayers = range(panels[0].series.values.shape[1])
+            figures[name] = plots.history_figure(panels, sublayers, "sublayer")
     return figures
 
 
@@ -179,7 +187,7 @@ def render(run: Run, summary: dict[str, Any], figures: Sequence[str]) -> str:
         parts.append(sections.groups_section())
     if "routing" in figures:
         parts.append(_routing_section(run))
-    if "residual_map" in figures or "residual_entropy" in figures:
+    if any(name.startswith("residual_") for name in figures):
         parts.append(_residual_section(figures))
     parts += [_sample_section(run), _reproduce_section(run), _config_section(run)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -271,7 +279,7 @@ def _routing_section(run: Run) -> str:
 
 
 def _residual_section(figures: Sequence[str]) -> str:
-    parts = ["## Attention residuals"]
+    parts = ["## Residual stream"]
     if "residual_map" in figures:
         parts += [
             "![Depth map of the residual weights](plots/residual_map.png)",
@@ -284,6 +292,12 @@ def _residual_section(figures: Sequence[str]) -> str:
             "![Entropy of the residual weights](plots/residual_entropy.png)",
             "Entropy 0 is one source alone; queries start at zero, which mixes all "
             "sources alike.",
+        ]
+    if "residual_rms" in figures:
+        parts += [
+            "![RMS of the running sum](plots/residual_rms.png)",
+            "The running sum after each sublayer: of its block alone with attention "
+            "residuals, of all layers before it with plain ones.",
         ]
     return "\n\n".join(parts)
 

@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 
 from kimi_jax.monitor import plots
 from kimi_jax.monitor.markdown import number, table
-from kimi_jax.monitor.runs import Run, last, series
+from kimi_jax.monitor.runs import Run, last, series, tail
 
 LEARNED = 0.99  # accuracy of a task that counts as learned
+_SPREAD = "update_head_spread/"
 
 # Title, label of the y axis, name in the records.
 _SPEED_PANELS = (
@@ -47,11 +48,25 @@ def draw_groups(run: Run) -> dict[str, Figure]:
     panels: dict[str, dict[str, plots.Series]] = {}
     for name in sorted(names):
         quantity, _, group = name.rpartition("/")
-        # RMS values of components compare; other numbers need not.
-        title = quantity if quantity.endswith("_rms") else name
+        # These compare across components; other numbers need not.
+        title = quantity if quantity.endswith(("_rms", "_spread")) else name
         values = {s: r.get("groups", {}) for s, r in run.train.items()}
         panels.setdefault(title, {})[group] = series(values, name)
     return {"groups": plots.named_figure(panels)} if panels else {}
+
+
+def head_spread(run: Run) -> float | None:
+    """How unevenly heads are updated, over all attention and the last tenth of the log.
+
+    The largest head over the RMS of all (docs/health.md); None: nothing is recorded.
+    """
+    rows = [
+        [x for name, x in record.get("groups", {}).items() if _SPREAD in name]
+        for record in run.train.values()
+    ]
+    means = np.array([np.mean(row) for row in rows if row])
+    steps = np.arange(len(means))
+    return float(tail(plots.Series(steps, means))) if len(means) else None
 
 
 def draw_accuracy(run: Run) -> dict[str, Figure]:

@@ -96,6 +96,22 @@ def total_depth_weights(
     return jnp.sum(weights_SBT, axis=(1, 2))
 
 
+def total_mean_square(x_BTD: Array, segment_ids_BT: Array | None = None) -> Array:
+    """Sum of mean(x^2) over the tokens that are not padding, for monitoring.
+
+    Args:
+      segment_ids_BT: int [B, T], 0 = padding, or None for no padding.
+
+    Returns:
+      A scalar in float32 or wider, without gradient.
+    """
+    x_BTD = lax.stop_gradient(x_BTD).astype(_wide(x_BTD))
+    square_BT = jnp.mean(jnp.square(x_BTD), axis=-1)
+    if segment_ids_BT is not None:
+        square_BT = jnp.where(segment_ids_BT > 0, square_BT, 0)
+    return jnp.sum(square_BT)
+
+
 @jax.custom_vjp
 def inverse_rms(x_BTD: Array, eps: float) -> Array:
     """1 / sqrt(mean(x^2) + eps) over the last axis, in float32 or wider.

@@ -1,4 +1,4 @@
-"""The plots of a sweep: final loss by setting, curves, and the fit of a ladder."""
+"""The plots of a sweep: final loss by setting, curves, depth, the fit of a ladder."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from kimi_jax.sweep.table import Group
 
 _FIELD = "validation_bits_per_byte"
 _MOST_CURVES = 20
+# Sweeps over these are shown by depth as well.
+_DEPTH = ("model.num_layers", "model.residual")
 
 
 def draw(groups: Sequence[Group]) -> dict[str, Figure]:
@@ -21,7 +23,13 @@ def draw(groups: Sequence[Group]) -> dict[str, Figure]:
     shown = [group for group in groups if len(group.values(_FIELD))]
     if not shown:
         return {}
-    return {"final": final(shown), "curves": curves(shown[:_MOST_CURVES])}
+    drawn = {"final": final(shown), "curves": curves(shown[:_MOST_CURVES])}
+    deep = {group.label: rms for group in shown if (rms := _by_depth(group))}
+    swept = {name for group in shown for name in group.swept}
+    if deep and any(name.startswith(_DEPTH) for name in swept):
+        panels = {"RMS of the running sum": deep}
+        drawn["depth"] = plots.named_figure(panels, across="sublayer")
+    return drawn
 
 
 def final(groups: Sequence[Group]) -> Figure:
@@ -74,6 +82,14 @@ def ladder(
     axis.set_xlabel("training FLOPs")
     axis.legend(frameon=False)
     return figure
+
+
+def _by_depth(group: Group) -> plots.Series | None:
+    """The RMS of the running sum over sublayers, the mean over seeds."""
+    rows = [r.residual_rms for r in group.results if r.residual_rms is not None]
+    if not rows:
+        return None
+    return plots.Series(np.arange(len(rows[0])), np.mean(rows, axis=0))
 
 
 def _mean_curve(group: Group) -> plots.Series:

@@ -36,6 +36,8 @@ _FIELDS = (
     "max_violation_tail",
     "dead_experts",
     "activation_max",
+    "residual_rms",
+    "head_spread",
     "parameters",
     "seconds",
     "tokens_per_second",
@@ -51,6 +53,8 @@ _COLUMNS = (
     ("MaxVio, last tenth", "max_violation_tail", "{:.3f}"),
     ("dead experts", "dead_experts", "{:.1f}"),
     ("largest activation", "activation_max", "{:.1f}"),
+    ("largest RMS of the running sum", "residual_rms", "{:.2f}"),
+    ("busiest head's update over all heads'", "head_spread", "{:.2f}"),
     ("tokens per second", "tokens_per_second", "{:,.0f}"),
 )
 
@@ -62,6 +66,7 @@ class Result(NamedTuple):
     summary: dict[str, Any]  # as `report.summarise`
     flops: float  # of training, as far as it went
     validation: plots.Series  # bits per byte over steps
+    residual_rms: np.ndarray | None  # of the running sum, by sublayer, at the end
 
 
 class Group(NamedTuple):
@@ -88,7 +93,14 @@ def read(setting: Setting, folder: pathlib.Path) -> Result | None:
         return None
     summary = report.summarise(run)
     spent = summary["step"] * flops.step_flops(setting.config)
-    return Result(setting, summary, spent, runs.series(run.eval, "bits_per_byte"))
+    depth = runs.layer_series(run, "residual/rms")
+    return Result(
+        setting,
+        summary,
+        spent,
+        runs.series(run.eval, "bits_per_byte"),
+        None if depth is None else depth.values[-1],
+    )
 
 
 def group(results: Sequence[Result]) -> list[Group]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kimi_jax import accounting, canonical
+from kimi_jax.train.optimizer import PER_HEAD
 
 
 def rms_by_group(tree: Any, prefix: str) -> dict[str, jax.Array]:
@@ -30,3 +31,25 @@ def rms_by_group(tree: Any, prefix: str) -> dict[str, jax.Array]:
         sizes[name] = sizes.get(name, 0) + leaf.size
     # As floats: the experts of K3 are more than an int32 counts.
     return {name: jnp.sqrt(squares[name] / float(sizes[name])) for name in squares}
+
+
+def head_spread(tree: Any, prefix: str) -> dict[str, jax.Array]:
+    """{prefix/group: how unevenly heads share a tree of updates}, float32; 1: evenly.
+
+    Of every matrix of queries, keys or values, the RMS of the head that has the largest
+    over the RMS of all heads; the mean over the matrices of a group.
+
+    Args:
+      tree: as in `rms_by_group`.
+    """
+    ratios: dict[str, list[jax.Array]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = canonical.path_name(path)
+        if name.rpartition("/")[2] in PER_HEAD:
+            # [..., in, H, out] -> [..., H]
+            square_H = jnp.mean(jnp.square(leaf.astype(jnp.float32)), axis=(-3, -1))
+            mean, largest = jnp.mean(square_H, axis=-1), jnp.max(square_H, axis=-1)
+            part = accounting.part_of(name).lower().replace(" ", "_")
+            ratio = jnp.sqrt(largest / jnp.maximum(mean, jnp.finfo(mean.dtype).tiny))
+            ratios.setdefault(f"{prefix}/{part}", []).append(jnp.mean(ratio))
+    return {name: jnp.mean(jnp.stack(found)) for name, found in ratios.items()}

@@ -1,8 +1,8 @@
 """What the layers did in a step, as lists by layer (docs/health.md says what is well).
 
 Names are "part/metric". A part's "layer_index" holds the layers that its other lists
-have an entry for; the residual lists have one for each sublayer, and a last one for the
-output. A model that lacks a part lacks its lists.
+have an entry for; the residual lists have one for each sublayer, and, but for
+"residual/rms", a last one for the output. A model that lacks a part lacks its lists.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ def layer_metrics(model: Model, stats: Any, balance: Any) -> Lists:
         metrics |= _named("kda", sampled, _kda(flat))
     if dense := _column(flat, "/mlp/hidden_max"):
         metrics |= _named("mlp", dense, {"activation_max": [*dense.values()]})
+    squares = [x for name, x in flat.items() if name.endswith("/stream_square")]
+    if squares:
+        metrics["residual/rms"] = np.sqrt(squares).tolist()
     depth = [x for name, x in flat.items() if name.endswith("/depth_weights")]
     if depth:
         weights_LS = np.stack(depth)

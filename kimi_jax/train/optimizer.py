@@ -38,10 +38,12 @@ _TO_HEADS = Rule(MuonDimensionNumbers(-3, (-2, -1)), decay=True)  # [in, H, out]
 _TABLE = Rule(None, decay=True)  # lookup tables, which have no input to balance
 _VECTOR = Rule(None, decay=False)
 
+# Queries, keys and values: one orthogonalisation a head. kv_b keeps the key and value
+# rows of a head together.
+PER_HEAD = ("q", "k", "v", "q_b", "kv_b")
+
 RULES: dict[str, Rule] = {
-    # Queries, keys and values: one orthogonalisation a head. kv_b keeps the key and
-    # value rows of a head together.
-    **dict.fromkeys(("q", "k", "v", "q_b", "kv_b"), _HEADS),
+    **dict.fromkeys(PER_HEAD, _HEADS),
     **dict.fromkeys(("f_b", "g", "g_b"), _TO_HEADS),
     **dict.fromkeys(("o", "out"), _FROM_HEADS),
     **dict.fromkeys(("q_a", "kv_a", "f_a", "g_a", "beta"), _MATRIX),

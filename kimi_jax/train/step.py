@@ -22,7 +22,7 @@ from kimi_jax.ops import balancing
 from kimi_jax.ops.cross_entropy import chunked_cross_entropy
 from kimi_jax.train import optimizer, qk_clip
 from kimi_jax.train.batch import Batch
-from kimi_jax.train.groups import rms_by_group
+from kimi_jax.train.groups import head_spread, rms_by_group
 
 _BALANCE_LOSS = "/balance_loss"
 
@@ -181,11 +181,10 @@ def make_train_step(
     changes no parameter, moment or bias (see `_without_update`). Without `go` the whole
     state stays as it is, step number included.
 
-    Metrics: those of the objective, gradient_norm, finite, groups (scalars by name:
-    RMS of the gradients and of the updates, and what QK-clip saw; gradients before the
-    clipping, updates with rate and decay), and stats (what
-    `kimi_jax.modules.statistics` lists, and bias_update, by name, still stacked by
-    scan).
+    Metrics: those of the objective; gradient_norm; finite; groups, scalars by name: RMS
+    of the gradients (before the clipping) and of the updates (with rate and decay), how
+    evenly heads share these, what QK-clip saw; and stats: what the table in
+    `kimi_jax.modules.statistics` lists, and bias_update, stacked by scan.
 
     Args:
       objective: None: `cross_entropy`.
@@ -201,6 +200,7 @@ def make_train_step(
         params = optax.apply_updates(state.params, updates)
         update_rms = rms_by_group(updates, "update_rms")
         groups = rms_by_group(grads, "gradient_rms") | update_rms
+        groups |= head_spread(updates, "update_head_spread")
         if cfg.optimizer.qk_clip is not None:
             max_logits = _max_logits(stats)
             tau = cfg.optimizer.qk_clip

@@ -168,6 +168,31 @@ def test_fresh_attention_residuals_are_a_plain_mean(fresh):
     np.testing.assert_allclose(totals, np.full(3, (SEGMENTS > 0).sum() / 3), rtol=1e-6)
 
 
+def test_the_running_sum_is_measured_after_every_sublayer(fresh):
+    """Where layers add nothing it stays the embedding; where they do it does not."""
+    model = tiny.make(*EACH, "model.residual.kind=none").model
+    apply = jax.jit(transformer.apply, static_argnums=0, static_argnames="observe")
+
+    def squares(params):
+        variables = fresh | {"params": params}
+        out = apply(model, variables, TOKENS, SEGMENTS, observe=True)
+        flat = canonical.flatten(model, out.stats)
+        return [x for name, x in flat.items() if name.endswith("/stream_square")]
+
+    params = canonical.flatten(tiny.make(*EACH).model, fresh["params"])
+    template = jax.eval_shape(lambda: transformer.init(model, jax.random.key(0)))
+    mine = {k: x for k, x in params.items() if "/residual/" not in k}
+    mute = {k: 0 * x if k.startswith("layer_") else x for k, x in mine.items()}
+    silent, loud = (
+        squares(canonical.unflatten(model, flat, template["params"]))
+        for flat in (mute, mine)
+    )
+    row_W = np.mean(np.square(params["embedding/embed"], dtype=np.float64), axis=-1)
+    want = row_W[np.asarray(TOKENS)][np.asarray(SEGMENTS) > 0].sum()
+    np.testing.assert_allclose(silent, np.full(4, want), rtol=1e-5)
+    assert np.all(np.diff([want, *loud]) != 0)
+
+
 def test_first_values_do_not_depend_on_the_scans(fresh):
     model = tiny.make(*EACH[:2], "model.residual.block_size=2").model
     other = jax.jit(transformer.init, static_argnums=0)(model, jax.random.key(0))

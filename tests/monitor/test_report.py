@@ -40,6 +40,7 @@ def layer_metrics(step: int, rng: np.random.Generator) -> dict:
         "mlp/activation_max": [math.nan if step == 1 else 2.5],
         "residual/weights": weights,
         "residual/entropy": entropy,
+        "residual/rms": 1 + 0.1 * np.arange(2 * LAYERS),
     }
 
 
@@ -53,6 +54,8 @@ def speed(step: int) -> dict:
         "groups": {
             "gradient_rms/kda": 1e-3 / step,
             "gradient_rms/router": 1e-4 / step,
+            "update_head_spread/kda": 1.2,
+            "update_head_spread/mla": 1.4,
             "qk_clip/max_logit": 30.0 + step,
         },
     }
@@ -148,6 +151,8 @@ def test_summary_holds_the_final_numbers(workdir):
     assert summary["max_violation_tail"] == pytest.approx(expected, rel=1e-12)
     assert summary["dead_experts"] == 0
     assert summary["activation_max"] == 3.0 + MOE_LAYERS
+    assert summary["residual_rms"] == pytest.approx(1 + 0.1 * (2 * LAYERS - 1))
+    assert summary["head_spread"] == pytest.approx(1.3)
     assert summary["beyond_loss"] == 1.25 and summary["beyond_accuracy"] is None
     expected = records[-1]["time"] - records[0]["time"]
     assert summary["seconds"] == pytest.approx(expected, abs=1e-6)
@@ -161,7 +166,7 @@ def test_report_begins_with_the_numbers_and_holds_every_section(workdir):
     assert f"{summary['validation_bits_per_byte']:.4f} bits per byte" in head[2]
     assert f"{UNIGRAM:.4f}" in head[2]
     headings = ["Loss", "Optimizer", "Loss by position", "Speed", "Components"]
-    for heading in (*headings, "Routing", "Attention residuals", "Sample"):
+    for heading in (*headings, "Routing", "Residual stream", "Sample"):
         assert f"\n## {heading}\n" in text
     assert "python -m experiments.train --config=configs/quickstart.py" in text
     assert "| `model.num_layers` | `8` |" in text
@@ -193,6 +198,7 @@ def test_speed_time_and_positions_are_in_the_report(workdir):
     assert [axis.get_title(loc="left") for axis in figures["groups"].axes] == [
         "gradient_rms",
         "qk_clip/max_logit",
+        "update_head_spread",
     ]
     (axis,) = figures["positions"].axes
     short, long, _ = axis.get_lines()
@@ -216,6 +222,7 @@ def test_every_linked_plot_is_a_picture(workdir):
             "routing",
             "residual_map",
             "residual_entropy",
+            "residual_rms",
         )
     ]
     for link in links:
@@ -285,7 +292,7 @@ def test_partial_runs(tmp_path):
         file.write(b'{"kind":"train","step":2,"lo')
     text = build_report(tmp_path).read_text()
     assert "7.9000" in text and "Resumed at step 0." in text
-    assert text.count("![") == 4
+    assert text.count("![") == 5
 
 
 def test_a_loss_that_diverges_is_named(tmp_path):

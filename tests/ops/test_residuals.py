@@ -11,6 +11,7 @@ from kimi_jax.ops.residuals import (
     mix_reference,
     mix_sources,
     total_depth_weights,
+    total_mean_square,
 )
 
 S, B, T, D = 4, 2, 3, 8
@@ -156,6 +157,19 @@ def test_bfloat16_sources_are_mixed_in_float32():
     np.testing.assert_allclose(weights, want_weights, rtol=1e-5)
     # One final rounding to 8 bits; the absolute part covers cancelled sums in float32.
     np.testing.assert_allclose(np.float64(h), want, rtol=2.0**-8, atol=1e-5)
+
+
+def test_total_mean_square_skips_padding():
+    x_BTD = np.random.default_rng(0).normal(size=(2, 5, 3)).astype(np.float32)
+    ids_BT = np.array([[1, 1, 2, 0, 0], [1, 0, 0, 0, 0]])
+    want = (x_BTD.astype(np.float64) ** 2).mean(axis=-1)
+    got = total_mean_square(jnp.asarray(x_BTD), jnp.asarray(ids_BT))
+    np.testing.assert_allclose(got, want[ids_BT > 0].sum(), rtol=1e-6)
+    np.testing.assert_allclose(
+        total_mean_square(jnp.asarray(x_BTD)), want.sum(), rtol=1e-6
+    )
+    gradient = jax.grad(lambda x: total_mean_square(x))(jnp.asarray(x_BTD))
+    assert not np.any(gradient)
 
 
 def test_total_depth_weights_skip_padding():

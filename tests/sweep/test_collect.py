@@ -42,7 +42,11 @@ def results(tmp_path_factory):
         loss = LOSS[setting.overrides["model.residual.kind"]] * (spent / 1e8) ** -0.05
         loss += 0.01 * (1 - 2 * setting.config.train.seed)
         with MetricsWriter(root / setting.id) as metrics:
-            metrics.write("train", steps, loss=loss, tokens=steps * 128)
+            values = {
+                "layers": {"residual/rms": [1.0, 2.0 + setting.config.train.seed]},
+                "groups": {"update_head_spread/kda": 1.5, "update_rms/kda": 9.0},
+            }
+            metrics.write("train", steps, loss=loss, tokens=steps * 128, **values)
             values = {"loss": loss, "bits_per_byte": loss / np.log(2)}
             metrics.write("eval", steps // 2, **values)
             metrics.write("eval", steps, **values)
@@ -62,6 +66,7 @@ def test_a_group_has_mean_and_deviation_over_its_seeds(results):
     # Two numbers 0.02 apart deviate by 0.02 / sqrt 2 from their mean.
     assert first.std(ddof=1) == pytest.approx(0.02 / np.sqrt(2))
     assert f"| 4 kind=none | 2 | {first.mean():.4f} ± 0.0141 |" in page
+    assert "2.50 ± 0.71 | 1.50 ± 0.00 |" in page
     assert "MaxVio" not in page and "![final](plots/final.png)" in page
     assert "| a: b\\|c | stopped |" in page and "\n\nnote\n\n" in page
     assert table.spread(np.array([]), "{:.2f}") == "-"
@@ -98,7 +103,9 @@ def test_a_ladder_has_a_law_for_each_line_and_a_multiplier(results):
 def test_figures_show_every_run(results, tmp_path):
     groups = table.group(results)
     drawn = figures.draw(groups)
-    assert list(drawn) == ["final", "curves"] and figures.draw([]) == {}
+    assert list(drawn) == ["final", "curves", "depth"] and figures.draw([]) == {}
+    lines = drawn["depth"].axes[0].lines
+    assert len(lines) == 8 and lines[0].get_ydata().tolist() == [1.0, 2.5]
     climbed = ladder.climb(groups, ("arg",), "power")
     drawn["scaling"] = figures.ladder(climbed.points, climbed.laws)
     dots = [len(line.get_xdata()) for line in drawn["scaling"].axes[0].lines]

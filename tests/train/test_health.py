@@ -36,6 +36,9 @@ def stacked():
         put(layer, 1, "moe/bias_update", 0.01 * layer)
         bias = jnp.arange(4.0)[None, None] * layer
         balance[f"{runs[layer]}/sublayer_1/moe/bias"] = bias
+    for layer in range(3):
+        put(layer, 0, "stream_square", 4.0**layer)
+        put(layer, 1, "stream_square", 9.0)
     for layer in (0, 2):
         above = (EDGES < 0.125).astype(float) * 8  # of 8 sampled tokens: all at 1/8
         put(layer, 0, "kda/decay_above_Q", above)
@@ -63,6 +66,7 @@ def test_lists_by_layer():
         "kda/at_bound": [0.25, 0.25],
         "kda/beta": [0.5, 0.75],
         "kda/state_rms": [3.0, 3.0],
+        "residual/rms": [1.0, 3.0, 2.0, 3.0, 4.0, 3.0],
         "mlp/layer_index": [0],
         "mlp/activation_max": [7.0],
     }
