@@ -4,18 +4,19 @@ Question: does a mechanism do here what its paper says it does?
 Command:  python -m experiments.sweep --config=configs/ablations.py:gate \
               --workdir=runs/ablations/gate --run=local:2     # then --collect
 Cost:     at most 30 minutes a row on 2 CPU cores, all settings and seeds together; but
-          hybrid and residuals, of deep models, 2 to 3 hours.
+          hybrid, positions, balancing and residuals are for a GPU (--run=local:8).
 Expect:   docs/ablations.md.
 
-Rows: gate, granularity, hybrid, positions, balancing, residuals, latent, activation,
-muon. `:mqar` is the model of recall that they change, and `:text` that of text.
+Rows: gate, granularity, hybrid, positions, balancing, sensitivity, residuals, latent,
+activation, muon. `:mqar` is the model of recall that they change, `:text` that of text,
+and `:needle` the latter trained to find a number in generated prose.
 """
 
 from configs import common, mqar
 from configs.hyper import chain, grid, product, seeds
 
 SEEDS = 3
-RECALL, TEXT = grid("arg", "mqar"), grid("arg", "text")
+RECALL, TEXT, NEEDLE = (grid("arg", name) for name in ("mqar", "text", "needle"))
 BOTH = grid("arg", "mqar", "text")
 
 
@@ -23,12 +24,15 @@ def get_config(arg=""):
     if arg == "mqar":
         config = mqar.get_config("pairs=8,length=32")
         config.train.update(steps=240, eval_every=20, checkpoint_every=240)
-    elif arg in ("", "text") or arg in ROWS:
+    elif arg in ("", "text", "needle") or arg in ROWS:
         config = _text()
+        if arg == "needle":
+            config.data.sources = ("task:needle:digits=3",)
+            config.train.update(seq_len=256, steps=200, eval_every=20, eval_batches=8)
+            config.train.checkpoint_every = 200
     else:
-        raise ValueError(
-            f"argument {arg!r}: write {', '.join(('mqar', 'text', *ROWS))}"
-        )
+        names = ("mqar", "text", "needle", *ROWS)
+        raise ValueError(f"argument {arg!r}: write {', '.join(names)}")
     config.name = f"ablation_{arg or 'text'}"
     return config
 
@@ -36,7 +40,8 @@ def get_config(arg=""):
 def get_hyper(arg=""):
     if arg not in ROWS:
         raise ValueError(f"argument {arg!r}: name a row, of {', '.join(ROWS)}")
-    return product(ROWS[arg](), seeds(SEEDS))
+    # Seeds outside: what the first compiles, a cache has for the others.
+    return product(seeds(SEEDS), ROWS[arg]())
 
 
 def _text():
@@ -90,12 +95,23 @@ def _hybrid():
     """Three KDA layers to one of MLA are the best mixture."""
     patterns = (("mla",), ("kda", "mla"), ("kda*3", "mla"), ("kda*7", "mla"), ("kda",))
     deep = grid("model.num_layers", 8)
-    return product(BOTH, deep, grid("model.attention", *patterns))
+    tasks = grid("arg", "mqar", "text", "needle")
+    return product(tasks, deep, grid("model.attention", *patterns))
 
 
 def _positions():
-    """Attention without positions reads on past the training length."""
-    return product(BOTH, grid("model.mla.positions", "none", "rope"))
+    """Attention without positions reads on past the training length: 1K to 16K."""
+    long = {
+        "train.seq_len": 1024,
+        "train.eval_length_multiples": (1, 4, 16),
+        "model.mla.block_size": 512,
+    }
+    tasks = chain(
+        RECALL,
+        product(TEXT, [long | {"train.batch_size": 8, "train.eval_batches": 8}]),
+        product(NEEDLE, [long | {"train.eval_batches": 4}]),
+    )
+    return product(tasks, grid("model.mla.positions", "none", "rope"))
 
 
 def _balancing():
@@ -113,6 +129,24 @@ def _balancing():
         for experts, active in ((16, 2), (64, 4), (896, 16))
     ]
     return product(TEXT, chain(sizes), grid("model.moe.balancing.method", *methods))
+
+
+def _sensitivity():
+    """What balancers make of other values of their one dial; 64 experts."""
+    name = "model.moe.balancing"
+    dials = chain(
+        *(
+            product(grid(f"{name}.method", method), grid(f"{name}.{dial}", *values))
+            for method, dial, values in (
+                ("quantile", "ema", (0.5, 0.9)),
+                ("load_quantile", "step", (3e-4, 1e-2)),
+                ("sign", "step", (3e-4, 1e-2)),
+                ("aux_loss", "aux_weight", (1e-3, 1e-1)),
+            )
+        )
+    )
+    size = [{"model.moe.num_experts": 64, "model.moe.num_active": 4}]
+    return product(TEXT, size, dials)
 
 
 def _residuals():
@@ -152,7 +186,9 @@ def _muon():
     kinds = chain(
         grid("optimizer.muon_per_head", True, False), grid("optimizer.kind", "adamw")
     )
-    return product(TEXT, kinds)
+    # With two heads there is little to tell apart.
+    heads = [{"model.kda.num_heads": 8, "model.mla.num_heads": 8}]
+    return product(TEXT, heads, kinds)
 
 
 ROWS = {
@@ -161,6 +197,7 @@ ROWS = {
     "hybrid": _hybrid,
     "positions": _positions,
     "balancing": _balancing,
+    "sensitivity": _sensitivity,
     "residuals": _residuals,
     "latent": _latent,
     "activation": _activation,

@@ -7,10 +7,10 @@ Cost:     1.4 million tokens in four stages, 5e12 FLOPs; minutes on 2 CPU cores.
 Expect:   a falling loss in each stage, and last positions that are no worse than those
           before them.
 
-`configs/curriculum_small.py:gpu` goes 8K, 64K, 256K, 1M with a model of 12 layers and
-longer text. The text is on every machine that has this project: plays, a document
-each; source trees, a document a package; and the files of more packages, which are the
-short documents.
+`configs/curriculum_small.py:gpu` goes 8K, 64K, 256K, 1M with a wider model, longer text
+and 50 million tokens. The text is on every machine that has this project: plays, a
+document each; source trees, a document a package; and the files of more packages, which
+are the short documents.
 """
 
 import importlib.util
@@ -53,11 +53,18 @@ def get_config(arg=""):
 def get_stages(arg=""):
     if arg == "gpu":
         stages = [
-            _stage(8_192, 100_000_000, 262_144, "unit", 1e-3),
-            _stage(65_536, 60_000_000, 524_288, "unit", 6e-4),
-            _stage(262_144, 40_000_000, 524_288, "unit", 4e-4),
-            _stage(1_048_576, 40_000_000, 1_048_576, "nested", 2e-4),
+            _stage(8_192, 25_165_824, 262_144, "unit", 2e-3),
+            _stage(65_536, 12_582_912, 524_288, "unit", 1e-3),
+            _stage(262_144, 8_388_608, 524_288, "unit", 6e-4),
+            _stage(1_048_576, 4_194_304, 1_048_576, "nested", 4e-4),
         ]
+        # Tiles of attention large enough for a GPU, as rows become fewer.
+        blocks, parts = (512, 1024, 2048, 2048), (2, 4, 2, 1)
+        for stage, block, micro_batches in zip(stages, blocks, parts, strict=True):
+            stage["model.mla.block_size"] = block
+            stage["train.micro_batches"] = micro_batches
+        # Reading a million tokens is most of an evaluation.
+        stages[-1] |= {"train.eval_every": 4, "train.eval_batches": 2}
     else:
         stages = [
             _stage(128, 524_288, 4_096, "none", 3e-3),
@@ -93,15 +100,16 @@ def _stage(length, tokens, batch_tokens, remat, rate):
 
 def _for_gpu(config):
     model = config.model
-    model.update(width=512, num_layers=12, dtype="bfloat16")
+    model.update(width=256, num_layers=8, dtype="bfloat16")
     model.attention = ("kda*3", "mla")
-    heads = {"num_heads": 4, "value_dim": 128}
-    model.kda.update(heads, key_dim=128, gate_rank=128, chunk_size=64)
-    model.mla.update(
-        heads, q_rank=192, kv_rank=128, nope_dim=128, pe_dim=64, block_size=512
+    model.kda.update(
+        num_heads=2, key_dim=128, value_dim=128, gate_rank=64, chunk_size=64
     )
-    model.ffn.width = 2048
-    model.moe.update(num_experts=32, expert_width=256, latent_width=256)
+    # Two narrow heads: at a million tokens their pairs are most of the arithmetic.
+    model.mla.update(num_heads=2, value_dim=64, nope_dim=64, pe_dim=32)
+    model.mla.update(q_rank=96, kv_rank=64)
+    model.ffn.width = 1024
+    model.moe.update(num_experts=32, expert_width=128, latent_width=128)
     model.residual.block_size = 3.0
 
 

@@ -36,6 +36,7 @@ REDUCTIONS: dict[str, str] = {
     # KDA: see kimi_jax.ops.decay. Sums over sampled tokens and over rows.
     **dict.fromkeys(("decay_above_Q", "at_bound", "beta", "sampled"), "sum"),
     **dict.fromkeys(("state_square", "state_rows"), "sum"),
+    "tile_decay": "max",
     # The running sum after a sublayer; attention residuals; softmax attention where
     # QK-clip asks.
     "stream_square": "mean",

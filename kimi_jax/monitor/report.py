@@ -114,6 +114,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "max_violation_tail": None if violation is None else tail(violation).max(),
         "dead_experts": None if dead is None else dead.values[-1].sum(),
         "activation_max": _largest(run, "activation_max"),
+        "tile_decay": _largest(run, "tile_decay"),
         "residual_rms": None if depth is None else depth.values[-1].max(),
         "head_spread": sections.head_spread(run),
         "parameters": run.info.get("parameters"),

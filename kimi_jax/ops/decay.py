@@ -18,6 +18,9 @@ from pallas_kernels.kda.gates import log_decay
 # In nats a token: 8 leaves 0.0003 of the state, 2^-14 halves it in 11,000 tokens.
 EDGES = 2.0 ** np.arange(-14, 3.5, 0.5)
 POSITIONS = 32  # most positions of a row that are looked at, evenly spaced
+# And all tokens of its first tile, and of one in the middle: the kernels divide by the
+# decay through a tile, which must not leave the range of float32, 87 nats.
+TILE = 16
 # A sigmoid this close to 1 has no gradient left to speak of.
 _AT_BOUND = 0.99
 
@@ -47,7 +50,8 @@ def observe(
       Over tokens: decay_above_Q, the share of channels that decay faster than each
       edge; at_bound, the share within 1 % of the bound (bounded gate only); beta, the
       mean over heads; sampled, how many tokens. Over rows with a token: state_square,
-      the mean square of the state; state_rows, how many. All without gradient.
+      the mean square of the state; state_rows, how many. And tile_decay, the largest
+      decay of a channel through a tile, in nats. All without gradient.
     """
     g_BTHK, beta_BTH, square_B, a_log_H, dt_bias = lax.stop_gradient(
         (g_BTHK, beta_BTH, square_B, a_log_H, dt_bias)
@@ -69,10 +73,25 @@ def observe(
     if lower_bound is not None:
         bound_BP = jnp.mean(g_BPHK < _AT_BOUND * lower_bound, (2, 3), dtype)
         sums["at_bound"] = _over_tokens(bound_BP, real_BP)
+    sums["tile_decay"] = _tile_decay(
+        g_BTHK.astype(dtype), segment_ids_BT > 0, a_log_H, dt_bias, lower_bound
+    )
     real_B = jnp.any(segment_ids_BT > 0, axis=1)
     sums["state_square"] = jnp.sum(jnp.where(real_B, square_B, 0))
     sums["state_rows"] = jnp.sum(real_B, dtype=jnp.int32)
     return sums
+
+
+def _tile_decay(g_BTHK, real_BT, a_log_H, dt_bias, lower_bound):
+    """The largest sum of decays over one of two tiles of each row."""
+    middle = g_BTHK.shape[1] // 2 // TILE * TILE
+    found = []
+    for start in (0, middle):
+        tile = slice(start, start + TILE)
+        g_BCHK = log_decay(g_BTHK[:, tile], a_log_H, dt_bias, lower_bound)
+        g_BCHK = jnp.where(real_BT[:, tile, None, None], g_BCHK, 0)
+        found.append(jnp.max(jnp.sum(-g_BCHK, axis=1), initial=0))
+    return jnp.maximum(*found)
 
 
 def alpha_quantile(above_Q: np.ndarray, quantile: float) -> float:

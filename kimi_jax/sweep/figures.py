@@ -14,7 +14,8 @@ from kimi_jax.sweep.table import Group
 
 _FIELD = "validation_bits_per_byte"
 _MOST_CURVES = 20
-# Sweeps over these are shown by depth as well.
+# Sweeps over these are shown by their loads, or by depth, as well.
+_BALANCING = "model.moe.balancing"
 _DEPTH = ("model.num_layers", "model.residual")
 
 
@@ -23,9 +24,13 @@ def draw(groups: Sequence[Group]) -> dict[str, Figure]:
     shown = [group for group in groups if len(group.values(_FIELD))]
     if not shown:
         return {}
-    drawn = {"final": final(shown), "curves": curves(shown[:_MOST_CURVES])}
-    deep = {group.label: rms for group in shown if (rms := _by_depth(group))}
+    few = shown[:_MOST_CURVES]
+    drawn = {"final": final(shown), "curves": curves(few)}
     swept = {name for group in shown for name in group.swept}
+    if any(name.startswith(_BALANCING) for name in swept):
+        loads = {g.label: _mean(s) for g in few if (s := _violations(g))}
+        drawn["balance"] = plots.named_figure({"MaxVio of the worst layer": loads})
+    deep = {group.label: rms for group in shown if (rms := _by_depth(group))}
     if deep and any(name.startswith(_DEPTH) for name in swept):
         panels = {"RMS of the running sum": deep}
         drawn["depth"] = plots.named_figure(panels, across="sublayer")
@@ -51,7 +56,7 @@ def final(groups: Sequence[Group]) -> Figure:
 def curves(groups: Sequence[Group]) -> Figure:
     """Held-out bits per byte over steps, the mean over seeds."""
     return plots.named_figure(
-        {"Held-out bits per byte": {g.label: _mean_curve(g) for g in groups}},
+        {"Held-out bits per byte": {g.label: _mean(_validation(g)) for g in groups}},
         from_zero=False,
     )
 
@@ -92,9 +97,16 @@ def _by_depth(group: Group) -> plots.Series | None:
     return plots.Series(np.arange(len(rows[0])), np.mean(rows, axis=0))
 
 
-def _mean_curve(group: Group) -> plots.Series:
-    """Over the steps that all runs of the group have."""
-    series = [result.validation for result in group.results]
+def _validation(group: Group) -> list[plots.Series]:
+    return [result.validation for result in group.results]
+
+
+def _violations(group: Group) -> list[plots.Series]:
+    return [r.violation for r in group.results if r.violation is not None]
+
+
+def _mean(series: Sequence[plots.Series]) -> plots.Series:
+    """Over the steps that all of them have."""
     steps = sorted(set.intersection(*({*s.steps.tolist()} for s in series)))
     rows = [s.values[np.isin(s.steps, steps)] for s in series]
     return plots.Series(np.array(steps), np.mean(rows, axis=0))

@@ -36,6 +36,7 @@ _FIELDS = (
     "max_violation_tail",
     "dead_experts",
     "activation_max",
+    "tile_decay",
     "residual_rms",
     "head_spread",
     "parameters",
@@ -53,6 +54,7 @@ _COLUMNS = (
     ("MaxVio, last tenth", "max_violation_tail", "{:.3f}"),
     ("dead experts", "dead_experts", "{:.1f}"),
     ("largest activation", "activation_max", "{:.1f}"),
+    ("largest decay of a tile (nats)", "tile_decay", "{:.1f}"),
     ("largest RMS of the running sum", "residual_rms", "{:.2f}"),
     ("busiest head's update over all heads'", "head_spread", "{:.2f}"),
     ("tokens per second", "tokens_per_second", "{:,.0f}"),
@@ -66,6 +68,7 @@ class Result(NamedTuple):
     summary: dict[str, Any]  # as `report.summarise`
     flops: float  # of training, as far as it went
     validation: plots.Series  # bits per byte over steps
+    violation: plots.Series | None  # MaxVio of the worst layer over steps
     residual_rms: np.ndarray | None  # of the running sum, by sublayer, at the end
 
 
@@ -93,12 +96,14 @@ def read(setting: Setting, folder: pathlib.Path) -> Result | None:
         return None
     summary = report.summarise(run)
     spent = summary["step"] * flops.step_flops(setting.config)
+    loads = runs.layer_series(run, "moe/max_violation")
     depth = runs.layer_series(run, "residual/rms")
     return Result(
         setting,
         summary,
         spent,
         runs.series(run.eval, "bits_per_byte"),
+        None if loads is None else plots.Series(loads.steps, loads.values.max(axis=1)),
         None if depth is None else depth.values[-1],
     )
 

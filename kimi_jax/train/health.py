@@ -102,6 +102,7 @@ def _kda(flat: Mapping[str, Any]) -> dict[str, Any]:
     if at_bound := mean("at_bound", "sampled"):
         lists["at_bound"] = at_bound
     lists["beta"] = mean("beta", "sampled")
+    lists["tile_decay"] = [*_column(flat, "/kda/tile_decay").values()]
     lists["state_rms"] = np.sqrt(mean("state_square", "state_rows"))
     return lists
 

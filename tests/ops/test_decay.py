@@ -53,11 +53,28 @@ def test_sums_equal_their_definitions(bound):
     squares = np.square(args[2][:2]).mean((1, 2, 3)).sum()
     np.testing.assert_allclose(got["state_square"], squares, rtol=1e-13)
     assert got["state_rows"] == 2
+    real = np.where((args[3] > 0)[..., None, None], -log_alpha, 0)
+    tiles = [real[:, start : start + 16].sum(1).max() for start in (0, 32)]
+    np.testing.assert_allclose(got["tile_decay"], max(tiles), rtol=1e-13)
     assert ("at_bound" in got) == (bound is not None)
     if bound is not None:
         at_bound = (chosen < 0.99 * bound).mean((1, 2)).sum()
         np.testing.assert_allclose(got["at_bound"], at_bound, rtol=1e-13)
         assert at_bound > 0
+
+
+def test_a_row_shorter_than_a_tile_has_its_own_decay():
+    g = jnp.full((1, 5, 1, 2), 30.0)
+    got = decay.observe(
+        g,
+        jnp.zeros((1, 5, 1)),
+        jnp.zeros(1),
+        None,
+        a_log_H=jnp.zeros(1),
+        dt_bias=jnp.zeros(2),
+        lower_bound=-5.0,
+    )
+    np.testing.assert_allclose(got["tile_decay"], 25.0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("quantile", [0.05, 0.5, 0.95])

@@ -43,7 +43,10 @@ def results(tmp_path_factory):
         loss += 0.01 * (1 - 2 * setting.config.train.seed)
         with MetricsWriter(root / setting.id) as metrics:
             values = {
-                "layers": {"residual/rms": [1.0, 2.0 + setting.config.train.seed]},
+                "layers": {
+                    "residual/rms": [1.0, 2.0 + setting.config.train.seed],
+                    "moe/max_violation": [0.5, 0.25 + setting.config.train.seed],
+                },
                 "groups": {"update_head_spread/kda": 1.5, "update_rms/kda": 9.0},
             }
             metrics.write("train", steps, loss=loss, tokens=steps * 128, **values)
@@ -67,7 +70,7 @@ def test_a_group_has_mean_and_deviation_over_its_seeds(results):
     assert first.std(ddof=1) == pytest.approx(0.02 / np.sqrt(2))
     assert f"| 4 kind=none | 2 | {first.mean():.4f} ± 0.0141 |" in page
     assert "2.50 ± 0.71 | 1.50 ± 0.00 |" in page
-    assert "MaxVio" not in page and "![final](plots/final.png)" in page
+    assert "dead experts" not in page and "![final](plots/final.png)" in page
     assert "| a: b\\|c | stopped |" in page and "\n\nnote\n\n" in page
     assert table.spread(np.array([]), "{:.2f}") == "-"
     assert table.spread(np.array([1.5]), "{:.2f}") == "1.50"
@@ -113,6 +116,17 @@ def test_figures_show_every_run(results, tmp_path):
     for name, figure in drawn.items():
         plots.save_figure(figure, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+def test_a_sweep_over_balancing_shows_loads_over_steps(results):
+    """The mean over seeds of the worst layer's: 0.5 and 1.25."""
+    groups = [
+        g._replace(swept={"model.moe.balancing.method": str(i)})
+        for i, g in enumerate(table.group(results))
+    ]
+    drawn = figures.draw(groups)
+    assert list(drawn) == ["final", "curves", "balance"]
+    assert drawn["balance"].axes[0].lines[0].get_ydata().tolist() == [0.875]
 
 
 def tasks():

@@ -47,6 +47,7 @@ def stacked():
         put(layer, 0, "kda/sampled", 8)
         put(layer, 0, "kda/state_square", 27.0)
         put(layer, 0, "kda/state_rows", 3)
+        put(layer, 0, "kda/tile_decay", 40.0 + layer)
     return stats, balance
 
 
@@ -66,6 +67,7 @@ def test_lists_by_layer():
         "kda/at_bound": [0.25, 0.25],
         "kda/beta": [0.5, 0.75],
         "kda/state_rms": [3.0, 3.0],
+        "kda/tile_decay": [40.0, 42.0],
         "residual/rms": [1.0, 3.0, 2.0, 3.0, 4.0, 3.0],
         "mlp/layer_index": [0],
         "mlp/activation_max": [7.0],
