@@ -4,6 +4,7 @@ Gate, l2norm and sigmoid run inside, on random data. Before anything is timed, e
 implementation is compared with the recurrence in float32 on a short sequence.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from kimi_jax import hardware
 from kimi_jax.errors import UserError
 from pallas_kernels.kda import choose_implementation, kda, kda_step
 
@@ -27,10 +29,11 @@ LARGEST_ERROR = 1e-2
 # Sums over all tokens, which rounding hits harder.
 LARGEST_ERROR_OF_SUMS = 4e-2
 DECODE_STEPS = 100
-# Bytes per token and head that any forward, or forward and backward, pass moves at
-# least, at widths of 128 in bfloat16: reads q, k, v, g (twice and do), writes o and
-# the gradients.
+# Per token and head, at widths of 128 in bfloat16. Bytes that any pass moves at least:
+# reads q, k, v, g (twice and do), writes o and the gradients. FLOPs of chunks of 64: 4 CK
+# for A and P, 6 KV for the state, 4 CV for what A and P multiply; backward 2.5 times that.
 LEAST_BYTES = {"forward": 1282, "forward+backward": 3846}
+LEAST_FLOPS = {"forward": 164e3, "forward+backward": 574e3}
 
 
 def run(config: ConfigDict) -> dict:
@@ -123,14 +126,29 @@ def timed(name: str, shape: tuple[int, int, int], config: ConfigDict) -> Iterato
         memory = compiled.memory_analysis()
         call = partial(compiled, **inputs)
         ms = milliseconds(call, config.rounds, calls=config.calls)
-        floor = LEAST_BYTES[what] * shape[0] * shape[1] * shape[2]
-        row |= {"ms": ms, "floor TB/s": floor / ms / 1e9}
+        row |= {"ms": ms, **floor(what, math.prod(shape), ms)}
         if memory is not None:
             extra = memory.temp_size_in_bytes + memory.output_size_in_bytes
             row["extra GB"] = extra / 1e9
         if function.func is _layer:
             row["kept GB"] = _kept(x, **function.keywords) / 1e9
         yield row
+
+
+def floor(what: str, pairs: int, ms: float) -> dict[str, float]:
+    """Least bytes and FLOPs of the passes `what`, the time they imply, our share of it.
+
+    Args:
+      pairs: tokens times heads.
+      ms: what the passes took.
+    """
+    moved, flops = LEAST_BYTES[what] * pairs, LEAST_FLOPS[what] * pairs
+    found = {"GB": moved / 1e9, "TFLOP": flops / 1e12}
+    card = hardware.look_up(jax.devices()[0].device_kind)
+    if card is None:
+        return found
+    least = 1e3 * max(moved / card.bandwidth, flops / card.flops)
+    return found | {"floor ms": least, "of floor": least / ms}
 
 
 def _cases(
