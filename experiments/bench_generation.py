@@ -66,7 +66,7 @@ def contexts(pattern: str, config: ConfigDict) -> Iterator[dict]:
     ask = Ask(config.steps, Sampling(0.0))
     for context in config.contexts:
         sequence = generator.open([1])
-        generator.pager.grow(sequence.slot, context)
+        generator.reserve(sequence, context)
         sequence.tokens, sequence.read = [1] * context, context - 1
 
         def decode(sequence=sequence) -> None:

@@ -29,9 +29,9 @@ LARGEST_ERROR = 1e-2
 # Sums over all tokens, which rounding hits harder.
 LARGEST_ERROR_OF_SUMS = 4e-2
 DECODE_STEPS = 100
-# Per token and head, at widths of 128 in bfloat16. Bytes that any pass moves at least:
-# reads q, k, v, g (twice and do), writes o and the gradients. FLOPs of chunks of 64: 4 CK
-# for A and P, 6 KV for the state, 4 CV for what A and P multiply; backward 2.5 times that.
+# Per token and head, at widths of 128 in bfloat16. Bytes that a pass moves at least:
+# reads q, k, v, g (twice and do), writes o and gradients. FLOPs of chunks of 64: 4 CK
+# for A and P, 6 KV for the state, 4 CV for what those multiply; backward 2.5 times it.
 LEAST_BYTES = {"forward": 1282, "forward+backward": 3846}
 LEAST_FLOPS = {"forward": 164e3, "forward+backward": 574e3}
 

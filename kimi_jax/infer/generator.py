@@ -105,7 +105,7 @@ class Generator(Slots):
         self._check_live(sequence)
         before = len(sequence.tokens) - len(drawn)
         self._check_ask(before, ask)
-        self.pager.grow(sequence.slot, before + ask.max_tokens)
+        self.reserve(sequence, before + ask.max_tokens)
         return Job(sequence, ask, number, list(drawn))
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Piece]:

@@ -216,21 +216,21 @@ def clear_row(cache: Cache, row: jax.Array) -> Cache:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def copy_row(
-    cache: Cache,
-    source: jax.Array,
-    target: jax.Array,
-    page_from: jax.Array,
-    page_to: jax.Array,
-) -> Cache:
-    """Copies the states of a row, and one page (to N or beyond: none)."""
-    states = jax.tree.map(
-        lambda x: x.at[:, :, target].set(x[:, :, source]), cache.states
-    )
-    pages = jax.tree.map(
-        lambda x: x.at[:, :, page_to].set(x[:, :, page_from], mode="drop"), cache.pages
-    )
-    return constrain(cache._replace(states=states, pages=pages))
+def copy_states(cache: Cache, source: jax.Array, target: jax.Array) -> Cache:
+    """Copies the states of a row."""
+    states = _copied(cache.states, source, target)
+    return constrain(cache._replace(states=states))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def copy_page(cache: Cache, source: jax.Array, target: jax.Array) -> Cache:
+    """Copies a page, in all layers."""
+    return constrain(cache._replace(pages=_copied(cache.pages, source, target)))
+
+
+def _copied(tree: Any, source: jax.Array, target: jax.Array) -> Any:
+    """Arrays [R, U, rows or pages, ...] with one of them written over another."""
+    return jax.tree.map(lambda x: x.at[:, :, target].set(x[:, :, source]), tree)
 
 
 @jax.jit

@@ -165,8 +165,17 @@ class Slots:
         """
         self._check_live(sequence)
         self.check(tokens, len(sequence.tokens))
-        self.pager.grow(sequence.slot, len(sequence.tokens) + len(tokens))
+        self.reserve(sequence, len(sequence.tokens) + len(tokens))
         sequence.tokens += [int(t) for t in tokens]
+
+    def reserve(self, sequence: Live, tokens: int) -> None:
+        """Take pages for so many tokens in all.
+
+        Raises:
+          CacheFull: there are not enough; nothing has changed.
+        """
+        if (copy := self.pager.grow(sequence.slot, tokens)) is not None:
+            self._change(program.copy_page, *copy)
 
     def read(self, sequences: Sequence[Live]) -> None:
         """Read all pending tokens of the sequences but the last of each."""
@@ -214,11 +223,12 @@ class Slots:
     def fork(self, sequence: Live, count: int) -> list[Live]:
         """`count` more sequences that go on from the same tokens.
 
-        Each costs a copy of the states and of at most one page; all other pages are
-        shared. On a mesh the slots have to lie with that of the sequence.
+        Each costs a copy of the states; pages are shared. A last page that is part full
+        is copied once a fork goes on. On a mesh the slots have to lie with that of the
+        sequence.
 
         Raises:
-          CacheFull: too few slots or pages are left; nothing has changed.
+          CacheFull: too few slots are left; nothing has changed.
         """
         self.read([sequence])
         shard = self.pager.shard(sequence.slot)
@@ -229,20 +239,13 @@ class Slots:
                 "sequence lies; close sequences, or raise `slots`"
             )
         made: list[Live] = []
-        try:
-            for slot in free[:count]:
-                copy = self.pager.fork(sequence.slot, slot, sequence.read)
-                tokens, routes = list(sequence.tokens), list(sequence.routes)
-                # All images have been seen: the last token shows none.
-                made.append(Live(slot, tokens, sequence.read, routes))
-                self._live[slot] = made[-1]
-                self.pager.grow(slot, len(tokens))
-                pages = copy or (0, self._num_pages)
-                self._change(program.copy_row, sequence.slot, slot, *pages)
-        except CacheFull:
-            for one in made:
-                self.close(one)
-            raise
+        for slot in free[:count]:
+            self.pager.fork(sequence.slot, slot, sequence.read)
+            self._change(program.copy_states, sequence.slot, slot)
+            tokens, routes = list(sequence.tokens), list(sequence.routes)
+            # All images have been seen: the last token shows none.
+            made.append(Live(slot, tokens, sequence.read, routes))
+            self._live[slot] = made[-1]
         return made
 
     def close(self, sequence: Live) -> None:

@@ -241,7 +241,7 @@ class Rollouts:
 
     def _start(self, group: Group, sequence: Live) -> None:
         """The next member, in a slot of its own with pages for all its tokens."""
-        self.generator.pager.grow(sequence.slot, self.limits.max_tokens)
+        self.generator.reserve(sequence, self.limits.max_tokens)
         number, error = group.begun, ""
         environment, group.first = group.first, None
         if number:

@@ -104,9 +104,10 @@ def test_a_conversation_is_never_read_again(generator, whole):
     """Fork, continue each branch, add what a tool said, go on; then the log-probs."""
     root = generator.open(models.tokens(9, 22))
     branches = generator.fork(root, 3)
-    # Five whole pages are shared, each has a copy of the sixth.
-    assert generator.pager.in_use() == 6 + 3
+    # All pages are shared, also the sixth, which is part full.
+    assert generator.pager.in_use() == 6
     generator.close(root)
+    assert generator.pager.in_use() == 6
     asks = [(b, Ask(4, Sampling(1.0), seed=i)) for i, b in enumerate(branches)]
     drawn = {i: [] for i in range(3)}
     for turn in range(2):
@@ -124,6 +125,21 @@ def test_a_conversation_is_never_read_again(generator, whole):
             np.testing.assert_allclose(got, want, atol=2e-5)
         assert len(np.concatenate(branch.routes)) == branch.read
         generator.close(branch)
+    assert generator.pager.in_use() == 0
+
+
+def test_a_fork_does_not_see_what_its_source_writes_behind_the_shared_part(generator):
+    """21 tokens are read, six pages of four: both write to the place of the 22nd."""
+    root = generator.open(models.tokens(9, 22))
+    (fork,) = generator.fork(root, 1)
+    one, other = (Ask(4, Sampling(1.0), seed=seed) for seed in (0, 1))
+    list(generator.extend([(root, other)]))
+    list(generator.extend([(fork, one)]))
+    forked = fork.tokens
+    for sequence in (root, fork):
+        generator.close(sequence)
+    (alone,) = generator.generate([Request(tuple(forked[:22]), one)])
+    assert forked[22:] == alone.tokens and root.tokens != forked
     assert generator.pager.in_use() == 0
 
 

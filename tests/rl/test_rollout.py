@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -272,15 +273,15 @@ def test_what_has_no_room_is_refused_and_does_not_hang():
         made.run(TASKS, group_size=2, version=0)
 
 
-def test_forking_a_group_copies_the_states_of_kda_and_a_page():
-    """34 tokens are read: 8 whole pages are shared, the part of a ninth is copied."""
+def test_forking_a_group_copies_the_states_of_kda_alone():
+    """34 tokens are read: 8 pages and a part; of this each has a copy once it grows."""
     made = worlds.generator(8)
     root = made.open(worlds.tokens(35))
     made.read([root])
     before, held = jax.device_get(made.cache), made.pager.in_use()
     forks = made.fork(root, 7)
     after = jax.device_get(made.cache)
-    assert held == 9 and made.pager.in_use() == 9 + 7
+    assert held == 9 and made.pager.in_use() == 9
 
     def changed(old, new):
         """Rows or pages, along the third axis, that are not as they were."""
@@ -294,7 +295,12 @@ def test_forking_a_group_copies_the_states_of_kda_and_a_page():
         copied += y[:, :, chosen].nbytes
     # One layer, 2 heads: a state of 8 x 8 and the last 3 of q, k, v, in float32.
     assert copied == 7 * 2 * (8 * 8 + 3 * 3 * 8) * 4
+    chex.assert_trees_all_equal(before.pages, after.pages)
+    for fork in forks:
+        made.reserve(fork, 36)
+    grown = jax.device_get(made.cache)
+    assert made.pager.in_use() == 9 + 7
     ninth = sorted(made.pager.where(fork.slot, 8) for fork in forks)
-    old_pages, new_pages = map(jax.tree.leaves, (before.pages, after.pages))
+    old_pages, new_pages = map(jax.tree.leaves, (before.pages, grown.pages))
     for x, y in zip(old_pages, new_pages, strict=True):
         assert changed(x, y) == ninth
