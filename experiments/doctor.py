@@ -70,7 +70,9 @@ def _print_experiment(console: Console, config: Config) -> None:
     parts = accounting.parameter_parts(model)
     total = sum(part.total for part in parts)
     active = sum(part.active for part in parts)
-    console.print(f"{total / 1e9:,.2f} B parameters, {active / 1e9:,.2f} B active\n")
+    unit, name = (1e9, "B") if total >= 1e9 else (1e6, "M")
+    shown = [f"{count / unit:,.2f} {name}" for count in (total, active)]
+    console.print(f"{shown[0]} parameters, {shown[1]} active\n")
 
 
 def optimizer_rows(config: Config) -> list[tuple[str, str, str, str]]:

@@ -113,7 +113,8 @@ def make_plan(
     parts = temporaries.parts_of(program, cfg, mesh, state)
     lowered = lower_step(program, cfg, mesh, transform, state)
     lowered_at = time.monotonic()
-    say(f"traced in {lowered_at - started:.0f} s; compiling for {mesh.size:,} devices")
+    devices = "1 device" if mesh.size == 1 else f"{mesh.size:,} devices"
+    say(f"traced in {lowered_at - started:.0f} s; compiling for {devices}")
     kept = shares(cfg, state)
     device = mesh.devices.flat[0]
     row = hardware.look_up(device.device_kind)
@@ -300,19 +301,23 @@ def _step_memory_rows(plan: Plan) -> list[tuple[Any, ...]]:
     """`memory_rows`, with what the temporaries are made of below them."""
     parts = plan.parts
     rest = plan.memory.temporaries - sum(parts)
+    # Without remat the compiler may compute again what JAX hands to the backward pass.
+    left = size_text(rest) if rest >= 0 else "none left: it keeps less than JAX offers"
     given, temporary, *others = memory_rows(plan.memory, "state and batch")
     return [
         given,
         temporary,
-        ("- activations kept for the backward pass", size_text(parts.activations)),
+        ("- activations for the backward pass, at most", size_text(parts.activations)),
         ("- gradients, summed over micro-batches", size_text(parts.gradients)),
-        ("- work in progress: the rest", size_text(max(rest, 0))),
+        ("- work in progress: the rest", left),
         *others,
     ]
 
 
 def collective_rows(traffic: dict[str, hlo.Collective]) -> list[tuple[Any, ...]]:
     """The collectives as a table."""
+    if not traffic:
+        return [("none", "", "")]
     sent: list[tuple[Any, ...]] = [("kind", "times a step", "sent by a device")]
     return sent + [(k, _times(t), size_text(t.sent_bytes)) for k, t in traffic.items()]
 

@@ -116,7 +116,7 @@ def test_a_cpu_has_no_roofline_and_the_plan_is_json(made):
     tables = dict(plan.rows(cfg, found))
     memory = dict(tables["memory of a device"])
     assert memory["all"].endswith("limit unknown")
-    kept = memory["- activations kept for the backward pass"]
+    kept = memory["- activations for the backward pass, at most"]
     assert kept == plan.size_text(found.parts.activations) and kept != "0.0 KiB"
     assert dict(tables["time"])["tokens a step"] == "128"
 
@@ -197,10 +197,12 @@ def test_parts_of_the_temporaries_add_up_to_them():
     tables = dict(plan.rows(tiny.make(), by_hand(temporaries=7 * GIB)))
     assert tables["memory of a device"][1:5] == [
         ("temporaries", "7.0 GiB"),
-        ("- activations kept for the backward pass", "2.0 GiB"),
+        ("- activations for the backward pass, at most", "2.0 GiB"),
         ("- gradients, summed over micro-batches", "1.0 GiB"),
         ("- work in progress: the rest", "4.0 GiB"),
     ]
+    tables = dict(plan.rows(tiny.make(), by_hand(temporaries=2 * GIB)))
+    assert tables["memory of a device"][4][1].startswith("none left")
 
 
 def test_the_bound_of_a_roofline_is_its_longest_part():
