@@ -7,6 +7,7 @@ of the run, so a sweep that is changed keeps the runs that it still contains.
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -82,13 +83,18 @@ def make_settings(
 
 
 def describe(overrides: Overrides) -> str:
-    """ "depth=2 learning_rate=0.001": the argument, and fields by their last names."""
-    words = [
-        config_io.to_text(value)
-        if name == ARGUMENT
-        else f"{_last(name)}={config_io.to_text(value)}"
-        for name, value in overrides.items()
-    ]
+    """ "depth=2 learning_rate=0.001": the argument, and fields by their last names.
+
+    Fields that share a last name have their section's before it: "kda.num_heads=8".
+    """
+    last = collections.Counter(map(_last, overrides))
+    words = []
+    for name, value in overrides.items():
+        shown = _last(name)
+        if last[shown] > 1:
+            shown = ".".join(name.split(".")[-2:])
+        text = config_io.to_text(value)
+        words.append(text if name == ARGUMENT else f"{shown}={text}")
     return " ".join(words) or "as in the file"
 
 

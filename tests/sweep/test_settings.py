@@ -84,7 +84,7 @@ def test_the_argument_of_a_setting_comes_after_the_colon():
 def test_a_group_is_a_setting_without_its_seeds():
     (setting,) = make({"train.seed": 1, "data.seed": 2, "train.batch_size": 8})
     assert setting.group == {"train.batch_size": 8}
-    assert settings.describe(setting.swept) == "seed=1 seed=2 batch_size=8"
+    assert settings.describe(setting.swept) == "train.seed=1 data.seed=2 batch_size=8"
 
 
 @pytest.mark.parametrize(
