@@ -154,9 +154,10 @@ def first_step():
 
 
 def of_tokens(metrics):
-    """All metrics but the size of KDA's last states: a row has one, however packed."""
+    """All metrics but KDA's of rows, however packed: last states, and first tiles."""
     stats = metrics["stats"]
-    stats = {k: x for k, x in stats.items() if "/state_" not in k}
+    of_rows = ("/state_", "/tile_decay")
+    stats = {k: x for k, x in stats.items() if not any(part in k for part in of_rows)}
     return metrics | {"stats": stats}
 
 
