@@ -187,10 +187,8 @@ def shares(cfg: Config, state: State) -> list[Share]:
     found: dict[str, list[int]] = {}
     for which, tree in enumerate((state.params, state.optimizer)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            local = leaf.sharding.shard_shape(leaf.shape)
-            size = math.prod(local) * leaf.dtype.itemsize
             part = accounting.part_of(canonical.path_name(path)) if leaf.ndim else ""
-            found.setdefault(part, [0, 0])[which] += size
+            found.setdefault(part, [0, 0])[which] += sharding.local_bytes(leaf)
     order = [part.name for part in accounting.parameter_parts(cfg.model)]
     return [Share(name, *found[name]) for name in order]
 

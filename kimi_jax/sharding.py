@@ -239,6 +239,14 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
     )
 
 
+def local_bytes(tree: Any) -> int:
+    """Bytes that one device holds of a tree of arrays, or of shapes with shardings."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Of [B, T] arrays: rows over devices, time over the context axis."""
     return NamedSharding(mesh, spec("rows", "time"))

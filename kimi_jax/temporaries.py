@@ -37,11 +37,8 @@ def parts_of(program: Program, cfg: Config, mesh: Mesh, state: State) -> Parts:
     Args:
       state: its shapes and places.
     """
-    grads = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(state.params)
-    )
-    return Parts(kept_activations(program, cfg, mesh, state), grads)
+    activations = kept_activations(program, cfg, mesh, state)
+    return Parts(activations, sharding.local_bytes(state.params))
 
 
 def kept_activations(program: Program, cfg: Config, mesh: Mesh, state: State) -> int:

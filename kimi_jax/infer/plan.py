@@ -6,14 +6,13 @@ time of a step is the weights and the cache of a device over its bandwidth.
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-from kimi_jax import hardware, hlo, plan
+from kimi_jax import hardware, hlo, plan, sharding
 from kimi_jax.config import Config
 from kimi_jax.errors import UserError
 from kimi_jax.infer.program import lower_decode, lower_read, variables_shape
@@ -71,10 +70,7 @@ def make_plan(
         lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), shape
     )
     kept = cache_bytes(local)
-    weights = sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(variables_shape(cfg.model, mesh))
-    )
+    weights = sharding.local_bytes(variables_shape(cfg.model, mesh))
     given = weights + sum(kept.values())
     memory, traffic = plan.compile_lowered(lowered, given, row, effort)
     return Plan(

@@ -24,8 +24,7 @@ def rms_by_group(tree: Any, prefix: str) -> dict[str, jax.Array]:
     squares: dict[str, jax.Array] = {}
     sizes: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        part = accounting.part_of(canonical.path_name(path))
-        name = f"{prefix}/{part.lower().replace(' ', '_')}"
+        name = _name(prefix, path)
         square = jnp.sum(jnp.square(leaf.astype(jnp.float32)))
         squares[name] = squares.get(name, jnp.float32(0)) + square
         sizes[name] = sizes.get(name, 0) + leaf.size
@@ -44,12 +43,16 @@ def head_spread(tree: Any, prefix: str) -> dict[str, jax.Array]:
     """
     ratios: dict[str, list[jax.Array]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = canonical.path_name(path)
-        if name.rpartition("/")[2] in PER_HEAD:
+        if canonical.path_name(path).rpartition("/")[2] in PER_HEAD:
             # [..., in, H, out] -> [..., H]
             square_H = jnp.mean(jnp.square(leaf.astype(jnp.float32)), axis=(-3, -1))
             mean, largest = jnp.mean(square_H, axis=-1), jnp.max(square_H, axis=-1)
-            part = accounting.part_of(name).lower().replace(" ", "_")
             ratio = jnp.sqrt(largest / jnp.maximum(mean, jnp.finfo(mean.dtype).tiny))
-            ratios.setdefault(f"{prefix}/{part}", []).append(jnp.mean(ratio))
+            ratios.setdefault(_name(prefix, path), []).append(jnp.mean(ratio))
     return {name: jnp.mean(jnp.stack(found)) for name, found in ratios.items()}
+
+
+def _name(prefix: str, path: Any) -> str:
+    """ "gradient_rms/routed_experts": the group of a parameter."""
+    part = accounting.part_of(canonical.path_name(path))
+    return f"{prefix}/{part.lower().replace(' ', '_')}"
