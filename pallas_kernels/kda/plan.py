@@ -1,5 +1,6 @@
 """Sizes, constants and launches of the Triton kernels, as `triton.py` strings them."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,27 +13,31 @@ Array = jax.Array
 
 # Tokens whose decay one float32 exponent can hold, see `gpu.tiles`.
 WIDE = 32
-# Multiprocessors of the cards this is tuned for, and the fewest chunks in a segment.
+# Multiprocessors of the cards this is tuned for, and the fewest chunks in a segment or
+# a piece of time.
 PROCESSORS = 132
 LEAST_CHUNKS = 16
+# Relative to a scan in which every program has its processor: what a scan without
+# outputs takes, and what starting one more piece of time costs.
+AHEAD = 0.7
+PIECE_COST = 0.02
 
 
 class Chunks(NamedTuple):
-    """Tiles a, p [N,C,C]; qp, kb, kr [N,C,K]; vectors gam [N,K], b [N,C].
+    """Tiles a, p [N,C,C]; kq [N,2,C,K] of Kb and Qp; kr [N,C,K]; gam [N,K], b [N,C].
 
-    norms [N,2,C] normalise q and k; sums [N,2,K] are log2 decays. N counts batch rows,
-    chunks and value heads, the last fastest.
+    norms [N,2,C] normalise q and k; sums [N,2,K] are log2 decays, where the gate is
+    bounded. N counts batch rows, chunks and value heads, the last fastest.
     """
 
     a: Array
     p: Array
-    qp: Array
-    kb: Array
+    kq: Array
     kr: Array
     gam: Array
     b: Array
     norms: Array
-    sums: Array
+    sums: Array | None = None
 
 
 class Plan:
@@ -53,23 +58,44 @@ class Plan:
         self.options = options
         # Columns of the state a program carries; they divide a summary's K columns too.
         self.BV = min(self.V, self.K, 64)
-        self.segments = self._count_segments()
+        self.segments, self.summarise = self._count_segments()
+        self.pieces = self._count_pieces()
 
-    def _count_segments(self) -> int:
-        """Cuts rows where the scan, and the pass that finds summaries, end sooner.
+    def _count_segments(self) -> tuple[int, bool]:
+        """How many segments end soonest, with the pass that finds states at borders.
 
-        That pass carries V + K columns. Ranks of a mesh axis need it anyway.
+        That pass runs ahead through all but the last, or carries V + K columns through
+        all at once, which ranks of a mesh axis need anyway (True).
         """
         programs = self.B * self.HV * (self.V // self.BV)
         summaries = self.B * self.HV * ((self.V + self.K) // self.BV)
+        ranks = self.options.axis is not None
         most = min(PROCESSORS // programs, -(-self.T // self.C) // LEAST_CHUNKS)
 
-        def length(segments: int) -> float:
-            """Of all passes, relative to a scan in which every program has its SM."""
-            waves = -(-programs * segments // PROCESSORS)
-            if segments > 1 or self.options.axis is not None:
-                waves += -(-summaries * segments // PROCESSORS)
-            return waves / segments
+        def length(choice: tuple[int, bool]) -> float:
+            segments, summarise = choice
+            rounds = float(-(-programs * segments // PROCESSORS))
+            if summarise:
+                rounds += -(-summaries * segments // PROCESSORS)
+            else:
+                rounds += AHEAD * (segments - 1)
+            return rounds / segments
+
+        choices = [(n, ranks) for n in range(1, max(1, most) + 1)]
+        if not ranks:
+            choices += [(n, True) for n in range(2, most + 1)]
+        return min(choices, key=length)
+
+    def _count_pieces(self) -> int:
+        """Cuts time where programs fill their last round of processors badly."""
+        programs = self.B * self.HV * (self.V // self.BV)
+        if programs <= PROCESSORS:
+            return 1
+        most = min(4, -(-self.T // self.C) // LEAST_CHUNKS)
+
+        def length(pieces: int) -> float:
+            rounds = -(-programs * pieces // PROCESSORS)
+            return rounds / pieces + PIECE_COST * pieces
 
         return min(range(1, max(1, most) + 1), key=length)
 
@@ -117,121 +143,162 @@ class Plan:
         return {name: activations[name] for name in names}
 
     def intra(self, inputs: Inputs, codes: Array | None) -> Chunks:
+        from pallas_kernels.kda.gpu.bounded_intra import bounded_intra_kernel
         from pallas_kernels.kda.gpu.intra import intra_kernel
         from pallas_kernels.kda.gpu.launch import launch
 
+        constants = self.activations()
         square = self._array(self.N, self.C, self.C)
         wide = self._array(self.N, self.C, self.K)
         outputs = {
             "a_out": square,
             "p_out": square,
-            "qp_out": wide,
-            "kb_out": wide,
+            "kq_out": self._array(self.N, 2, self.C, self.K),
             "kr_out": wide,
             "gam_out": self._array(self.N, self.K, dtype=jnp.float32),
             "b_out": self._array(self.N, self.C, dtype=jnp.float32),
             "norms_out": self._array(self.N, 2, self.C, dtype=jnp.float32),
-            "sums_out": self._array(self.N, 2, self.K, dtype=jnp.float32),
         }
-        return Chunks(
-            *launch(
-                intra_kernel,
-                self.raw(inputs, codes),
-                outputs,
-                self.N,
-                num_warps=self.INTRA_WARPS,
-                num_stages=1,
-                **self.activations(),
-            )
+        kernel = intra_kernel
+        if constants["WIDE"]:
+            kernel = bounded_intra_kernel
+            outputs["sums_out"] = self._array(self.N, 2, self.K, dtype=jnp.float32)
+        else:
+            del constants["WIDE"]
+        made = launch(
+            kernel,
+            self.raw(inputs, codes),
+            outputs,
+            self.N,
+            num_warps=self.INTRA_WARPS,
+            num_stages=1,
+            **constants,
         )
+        return Chunks(*made)
 
-    def _serial(self, summary: bool) -> dict[str, Any]:
-        columns = self.V + self.K if summary else self.V
-        return {
-            "programs": self.B * self.HV * self.segments * (columns // self.BV),
-            "num_warps": 4,
-            "num_stages": 3,
-            "T": self.T,
-            "B": self.B,
-            "NSEG": self.segments,
-            "HV": self.HV,
-            "K": self.K,
-            "V": self.V,
-            "C": self.C,
-            "BV": self.BV,
-            "PACKED": self.packed,
-            "SUMMARY": summary,
-            "STAGES": 3 if self.dtype == jnp.bfloat16 else 1,
-        }
+    def _serial(self, kernel, inputs, outputs, first: int, programs: int, **settings):
+        """Launches programs from `first` on, PROCESSORS at a time if time is cut.
 
-    def scan(self, inputs, codes, passes, chunks, state, save):
+        Later launches go on in the arrays of those before.
+        """
+        from pallas_kernels.kda.gpu.launch import launch
+
+        pieces = 1 if settings["SUMMARY"] else self.pieces
+        launches = -(-programs // PROCESSORS) if pieces > 1 else 1
+        each = -(-programs // launches)
+        made: tuple[Array, ...] = ()
+        for start in range(first, first + programs, each):
+            made = launch(
+                kernel,
+                {**inputs, **dict(zip(outputs, made, strict=False))},
+                outputs,
+                min(each, first + programs - start),
+                num_warps=4,
+                num_stages=3,
+                T=self.T,
+                B=self.B,
+                NSEG=self.segments,
+                PIECES=pieces,
+                first_pair=start,
+                HV=self.HV,
+                K=self.K,
+                V=self.V,
+                C=self.C,
+                BV=self.BV,
+                PACKED=self.packed,
+                STAGES=3 if self.dtype == jnp.bfloat16 else 1,
+                **settings,
+            )
+        return made
+
+    def _rows(self, run, states, **settings):
+        """All programs of a scan: `run(states, first, programs, ...)`."""
+        programs = self.B * self.HV * (self.V // self.BV) * self.segments * self.pieces
+        return run(states, 0, programs, SUMMARY=False, OUTPUTS=True, **settings)
+
+    def _summaries(self, run, states):
+        """[S,B,HV,K,V+K]: what each segment does to any state, see `scan.py`."""
+        programs = self.B * self.HV * ((self.V + self.K) // self.BV) * self.segments
+        *_, summaries = run(states, 0, programs, SUMMARY=True, OUTPUTS=False)
+        return jnp.moveaxis(summaries, 1, 0)
+
+    def _run_ahead(self, run, state_BHKV: Array, step: int) -> Array:
+        """[B,S,HV,K,V]: the state that enters each segment, found one by one.
+
+        step: 1 from the first segment on, -1 from the last.
+        """
+        shape = (self.B, self.segments, *state_BHKV.shape[1:])
+        states = jnp.broadcast_to(state_BHKV[:, None], shape)
+        programs = self.B * self.HV * (self.V // self.BV)
+        for segment in range(self.segments)[::step][:-1]:
+            first = segment * programs
+            *_, last = run(states, first, programs, SUMMARY=False, OUTPUTS=False)
+            states = states.at[:, segment + step].set(last[:, segment])
+        return states
+
+    def scan(self, inputs, passes, chunks, state, save):
         """Returns o, states before the chunks and X (if `save`), and the last state."""
+        run = partial(self._scan, inputs, chunks)
         states, axis = state[:, None], self.options.axis
-        if self.segments > 1 or axis is not None:
-            *_, summaries = self._scan(inputs, codes, chunks, states, False, True)
-            summaries = jnp.moveaxis(summaries, 1, 0)
+        if self.summarise:
+            summaries = self._summaries(run, states)
             if axis is not None:
                 piece = ranks.whole(summaries, jnp.zeros_like(state))
                 state = ranks.exchange(piece, state, passes, axis)
             states = self._enter(summaries, state)
-        o, s, x, last = self._scan(inputs, codes, chunks, states, save, False)
+        elif self.segments > 1:
+            states = self._run_ahead(run, state, 1)
+        o, s, x, last = self._rows(run, states, SAVE=save)
         return o, s, x, last[:, -1]
 
-    def _scan(self, inputs, codes, chunks, states, save, summary):
-        from pallas_kernels.kda.gpu.launch import launch
+    def _scan(self, inputs, chunks, states, first, programs, SAVE=False, **modes):
         from pallas_kernels.kda.gpu.scan import scan_kernel
 
-        names = ("a", "p", "qp", "kb", "kr", "gam", "b")
+        names = ("a", "p", "kq", "kr", "gam", "b")
         tiles = {name: getattr(chunks, name) for name in names}
-        o_shape = (1,) if summary else inputs.v.shape
         outputs = {
-            "o": self._array(*o_shape, dtype=inputs.v.dtype),
-            "s_out": self._array(self.N if save else 1, self.V, self.K),
-            "x_out": self._array(self.N if save else 1, self.C, self.V),
-            "s_last": self._states(summary),
+            "o": self._array(
+                *(inputs.v.shape if modes["OUTPUTS"] else (1,)), dtype=inputs.v.dtype
+            ),
+            "s_out": self._array(self.N if SAVE else 1, self.V, self.K),
+            "x_out": self._array(self.N if SAVE else 1, self.C, self.V),
+            "s_last": self._states(modes["SUMMARY"]),
         }
-        return launch(
-            scan_kernel,
-            {"v": inputs.v, **tiles, **self._ids(codes), "s0": states},
-            outputs,
-            SAVE=save,
-            **self._serial(summary),
-        )
+        arrays = {"v": inputs.v, **tiles, "s0": states}
+        modes["SAVE"] = SAVE
+        return self._serial(scan_kernel, arrays, outputs, first, programs, **modes)
 
     def reverse(self, codes, passes, chunks, do, dstate):
         """Returns dR, and gradients by the states after the chunks and by the first."""
+        run = partial(self._reverse, codes, chunks, do)
         dstates, axis = dstate[:, None], self.options.axis
-        if self.segments > 1 or axis is not None:
-            *_, summaries = self._reverse(codes, chunks, do, dstates, True)
-            summaries = jnp.moveaxis(summaries, 1, 0)[::-1]
+        if self.summarise:
+            summaries = self._summaries(run, dstates)[::-1]
             if axis is not None:
                 piece, none = ranks.whole(summaries, dstate), jnp.zeros_like(dstate)
                 dstate += ranks.exchange(piece, none, passes, axis, reverse=True)
             dstates = self._enter(summaries, dstate)[:, ::-1]
-        dr, ds, first = self._reverse(codes, chunks, do, dstates, False)
+        elif self.segments > 1:
+            dstates = self._run_ahead(run, dstate, -1)
+        dr, ds, first = self._rows(run, dstates)
         dfirst = first[:, 0]
         if axis is not None:  # the initial state is that of rank 0
             dfirst = jnp.where(jax.lax.axis_index(axis) == 0, dfirst, 0.0)
         return dr, ds, dfirst
 
-    def _reverse(self, codes, chunks, do, dstates, summary):
-        from pallas_kernels.kda.gpu.launch import launch
+    def _reverse(self, codes, chunks, do, dstates, first, programs, **modes):
         from pallas_kernels.kda.gpu.scan import reverse_kernel
 
-        names = ("a", "p", "qp", "kb", "kr", "gam")
+        names = ("a", "p", "kq", "kr", "gam")
         tiles = {name: getattr(chunks, name) for name in names}
-        count = 1 if summary else self.N
+        count = self.N if modes["OUTPUTS"] else 1
         outputs = {
             "dr": self._array(count, self.C, self.V),
             "ds_out": self._array(count, self.V, self.K),
-            "ds0": self._states(summary),
+            "ds0": self._states(modes["SUMMARY"]),
         }
-        return launch(
-            reverse_kernel,
-            {"do": do, **tiles, **self._ids(codes), "ds_last": dstates},
-            outputs,
-            **self._serial(summary),
-        )
+        arrays = {"do": do, **tiles, **self._ids(codes), "ds_last": dstates}
+        return self._serial(reverse_kernel, arrays, outputs, first, programs, **modes)
 
     def _states(self, summary: bool) -> jax.ShapeDtypeStruct:
         width = self.V + self.K if summary else self.V
@@ -268,7 +335,8 @@ class Plan:
         arrays |= {"do": do, "x": x, "s": s, "ds": ds, "dr": dr, "dp": dp, "dl": dl}
         arrays |= {"b": chunks.b, "rows": rows, "sizes": sizes, "norms": chunks.norms}
         ones = jnp.tril(jnp.ones((self.C, self.C), self.dtype))
-        arrays |= {"sums": chunks.sums, "gam": chunks.gam, "ones": ones}
+        sums = jnp.zeros(1) if chunks.sums is None else chunks.sums
+        arrays |= {"sums": sums, "gam": chunks.gam, "ones": ones}
         names: tuple[str, ...] = ("T", "scale", "bound", "H", "HV", "K", "C", "WIDE")
         names += ("GATE", "NORM", "SIGMOID", "PACKED")
         dq, dk, dg, dA, dbias, rise = launch(

@@ -101,7 +101,7 @@ def kda_triton(
 
 def _save(inputs, initial_state_BHKV, runs, options):
     outputs, (chunks, s, x) = _forward(inputs, initial_state_BHKV, runs, options, True)
-    chunks = Chunks(*(checkpoint_name(x, "kda_matrices") for x in chunks))
+    chunks = jax.tree.map(partial(checkpoint_name, name="kda_matrices"), chunks)
     o, last = outputs
     s, x, o = (checkpoint_name(y, "kda_states") for y in (s, x, o))
     passes = None if runs is None else runs.passes_RB
@@ -124,7 +124,7 @@ def _forward(inputs, state, runs, options, save):
     def run(inputs, state, codes, passes):
         plan = Plan(inputs, codes, options)
         chunks = plan.intra(inputs, codes)
-        o, s, x, final_state = plan.scan(inputs, codes, passes, chunks, state, save)
+        o, s, x, final_state = plan.scan(inputs, passes, chunks, state, save)
         return (o, final_state), (chunks, s, x)
 
     return run(inputs, state, _codes(runs), None if runs is None else runs.passes_RB)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 
 FLOATS = ("scale", "bound")
-INTEGERS = ("T", "B", "N", "NSEG")
+INTEGERS = ("T", "B", "N", "NSEG", "PIECES", "first_pair")
 WIDE = (
     *("A_log", "dt_bias", "gam", "gam_out", "b", "b_out", "s0", "s_last", "ds0"),
     *("ds_last", "dA_out", "dbias_out", "db_out", "rows", "rows_out", "sizes"),
@@ -21,17 +21,20 @@ CONSTANTS = {
     **{"H": 32, "HV": 32, "K": 128, "V": 128, "C": 64, "W": 32, "WIDE": 32},
     **{"GATE": "bounded", "NORM": True, "SIGMOID": True, "DOUBLE": False},
     **{"PACKED": False, "BV": 64, "STAGES": 3, "SUMMARY": False, "SAVE": True},
+    "OUTPUTS": True,
 }
 
 
 def kernels():
-    from pallas_kernels.kda.gpu import grads, intra, pairs, scan, step
+    from pallas_kernels.kda.gpu import bounded_intra, grads, intra, pairs, scan, step
 
-    yield intra.intra_kernel, {}
+    yield bounded_intra.bounded_intra_kernel, {}
+    yield intra.intra_kernel, {"GATE": "softplus"}
     yield scan.scan_kernel, {}
     yield scan.reverse_kernel, {}
     yield pairs.pairs_kernel, {}
     yield grads.grads_kernel, {}
+    yield grads.grads_kernel, {"GATE": "softplus", "WIDE": 0}
     yield step.step_kernel, {"BV": 32}
 
 
@@ -55,7 +58,7 @@ def build(kernel, changes, arch: int) -> dict[str, object]:
     built = triton.compile(
         ASTSource(kernel, signature, constants, attributes),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": 4, "num_stages": 1 if "WIDE" in constants else 3},
+        options={"num_warps": 4, "num_stages": 3 if "STAGES" in constants else 1},
     )
     return {
         "kernel": kernel.fn.__name__,

@@ -10,10 +10,12 @@ import pytest
 pytest.importorskip("triton")
 
 SHARED_MEMORY = 232_448  # bytes a program can have, on both
-# Bytes a thread that do not fit its registers, at K = V = 128. Lower them, not raise.
+# Bytes a thread that do not fit its registers, at K = V = 128, in the order of
+# `kda_build.kernels`: bounded gate, any gate, scan, reverse, pairs, gradients under a
+# bounded gate, under any, one step. Lower them, not raise.
 SPILLED = {
-    90: {"intra_kernel": 576, "grads_kernel": 40},
-    100: {"intra_kernel": 104, "grads_kernel": 288},
+    90: (180, 1832, 0, 0, 0, 28, 712, 0),
+    100: (412, 560, 0, 0, 0, 0, 520, 0),
 }
 
 
@@ -30,7 +32,6 @@ def test_builds_without_more_spills(arch):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(lines) == 6
-    for line in lines:
+    for line, spilled in zip(lines, SPILLED[arch], strict=True):
         assert line["shared"] <= SHARED_MEMORY, line
-        assert line["spilled"] <= SPILLED[arch].get(line["kernel"], 0), line
+        assert line["spilled"] <= spilled, line

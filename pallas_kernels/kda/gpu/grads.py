@@ -27,7 +27,6 @@ from pallas_kernels.kda.gpu.tiles import (
     grid_ij,
     level_mask,
     levels,
-    load_rows,
     load_vector,
     log2_decay,
     outer_factors,
@@ -35,6 +34,7 @@ from pallas_kernels.kda.gpu.tiles import (
     place_of,
     real_rows,
     rounded,
+    row_pointers,
     run_masks,
     sigmoid,
     softplus,
@@ -55,7 +55,7 @@ def gate_backward(dg, z, slope, bound, GATE: tl.constexpr):
     """Gradient by the gate's logits, and its part of that by A_log, [C,K] each."""
     if GATE == "bounded":
         s = sigmoid(slope * z)
-        dz = dg * (bound * slope) * s * (1.0 - s)
+        dz = dg * (bound * slope) * (s - s * s)
         return dz, dz * z
     elif GATE == "softplus":
         return -dg * slope * sigmoid(z), -dg * slope * softplus(z)
@@ -64,11 +64,12 @@ def gate_backward(dg, z, slope, bound, GATE: tl.constexpr):
 
 
 @triton.jit
-def norm_backward(dy, y, inverse, y_dy, NORM: tl.constexpr):
-    """Gradient by x of y = x * inverse, from that by y and rowsum(y . dy)."""
+def norm_backward(dy, size, y, inverse, y_dy, NORM: tl.constexpr):
+    """Gradient by x of y = x * inverse, from dy in units of size and rowsum(y . dy)."""
     if NORM:
-        dy = (dy - y * y_dy[:, None]) * inverse[:, None]
-    return dy
+        return dy * (size * inverse)[:, None] - y * (y_dy * inverse)[:, None]
+    else:
+        return dy * size
 
 
 @triton.jit
@@ -110,30 +111,51 @@ def level_terms(
 
 
 @triton.jit
+def load_vectors(rows, norms, tile, C: tl.constexpr):
+    """[C] each: diag(dP), q . dq, k . dk, and what normalises q and k."""
+    own, q_dq = load_vector(rows, tile, 0, 3, C), load_vector(rows, tile, 1, 3, C)
+    k_dk = load_vector(rows, tile, 2, 3, C)
+    q_inverse = load_vector(norms, tile, 0, 2, C)
+    return own, q_dq, k_dk, q_inverse, load_vector(norms, tile, 1, 2, C)
+
+
+@triton.jit
+def load_tiles(
+    s, dp, dr, dl, x, ds, tile, column,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+):
+    """What lies chunk by chunk: states, pairs, dR and X."""
+    s_c = state_columns(s, tile, column, K, V, W)
+    p_pairs = tl.load(tile_pointers(dp, tile, C, C))
+    r = tl.load(tile_pointers(dr, tile, C, V))
+    l_pairs = tl.load(tile_pointers(dl, tile, C, C))
+    x_c = tl.load(tile_pointers(x, tile, C, V))
+    return s_c, p_pairs, r, l_pairs, x_c, state_columns(ds, tile, column, K, V, W)
+
+
+@triton.jit
 def level_grads(
     q, k, decay, out, x, r, s, ds, p_pairs, l_pairs, dq_out, dk_out,
-    tile, n, start, h, column, real, b, enters, leaves, own, q_dq, k_dk, q_inverse,
+    n, start, h, column, real, b, enters, leaves, own, q_dq, k_dk, q_inverse,
     k_inverse, size, scale, T,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, DOT: tl.constexpr,
 ):
     """Any gate: does what `wide_grads` does."""
-    key = h // (HV // H)
-    k_rows = load_rows(k, n, start, key, column, real, T, H, K, C, W)
-    k_rows *= k_inverse[:, None]
-    q_unit = load_rows(q, n, start, key, column, real, T, H, K, C, W)
-    q_unit *= q_inverse[:, None]
+    k_rows = k.to(tl.float32) * k_inverse[:, None]
+    q_unit = q.to(tl.float32) * q_inverse[:, None]
     q_rows = scale * q_unit
     at = tl.where(leaves & real, tl.arange(0, C), -1)
     dq, dk, dg, rise, more = level_terms(
         q_rows, k_rows, decay, out, x, r, s, ds, p_pairs, l_pairs, b, enters, leaves,
         at == tl.max(at), 1.0 / size, C, DOT,
     )
-    dq = scale * (size * dq + own[:, None] * k_rows)
-    dq = norm_backward(dq, q_unit, q_inverse, q_dq, NORM)
+    unit = 1.0 / size
+    dq = scale * (dq + (unit * own)[:, None] * k_rows)
+    dq = norm_backward(dq, size, q_unit, q_inverse, q_dq, NORM)
     store_rows(dq_out, dq, n, start, h, column, T, HV, K, C, W)
-    dk = size * dk + own[:, None] * q_rows
-    dk = norm_backward(dk, k_rows, k_inverse, k_dk, NORM)
+    dk += (unit * own)[:, None] * q_rows
+    dk = norm_backward(dk, size, k_rows, k_inverse, k_dk, NORM)
     store_rows(dk_out, dk, n, start, h, column, T, HV, K, C, W)
     return dg, tl.sum(k_rows * rise, axis=1), more
 
@@ -185,37 +207,31 @@ def wide_columns(
 
 
 @triton.jit
-def decay_part(
-    g, A_log, dt_bias, bound, real, n, start, h, column, T,
-    HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-    GATE: tl.constexpr,
+def raw_columns(
+    ptr, n, start, h, column, real, T,
+    H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):
-    """Logits of the gate, their slope, and log2 decay, for W channels."""
-    z = load_rows(g, n, start, h, column, real, T, HV, K, C, W)
-    slope = tl.exp(tl.load(A_log + h).to(tl.float32))
-    bias = tl.load(dt_bias + h * K + column + tl.arange(0, W)).to(tl.float32)
-    return z + bias[None, :], slope, log2_decay(z, slope, bias, bound, real, GATE)
+    """`load_rows` as it lies in memory."""
+    at = row_pointers(ptr, n, start, h, column, T, H, D, C, W)
+    return tl.load(at, mask=real[:, None], other=0.0)
 
 
 @triton.jit
 def finish_gate(
-    g, A_log, dt_bias, ones, dg_out, dA_out, dbias_out, dg, last, size, same, leaves,
-    real, bound, tile, n, start, h, column, T,
+    g, dg, last, lower, same, leaves, real, slope, bias, bound, size,
+    dg_out, dA_out, dbias_out, tile, n, start, h, column, T,
     HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     GATE: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
 ):
     """From the gradient by G to those by g, A_log and dt_bias."""
-    upper = tl.load(tile_pointers(ones, 0, C, C)).T
+    upper = lower.T
     if PACKED:
         upper = tl.where(same, upper, 0.0).to(DOT)
     dg = sum_rows(upper, dg, DOT)
     dg = size * (dg + tl.where(leaves[:, None], last[None, :], 0.0))
-    z, slope, _ = decay_part(
-        g, A_log, dt_bias, bound, real, n, start, h, column, T, HV, K, C, W, GATE
-    )
-    dz, dA = gate_backward(
-        tl.where(real[:, None], dg, 0.0), z, slope, bound, GATE
-    )
+    dg = tl.where(real[:, None], dg, 0.0)
+    z = g.to(tl.float32) + bias[None, :]
+    dz, dA = gate_backward(dg, z, slope, bound, GATE)
     store_rows(dg_out, dz, n, start, h, column, T, HV, K, C, W)
     vector = tile.to(tl.int64) * K + column + tl.arange(0, W)
     tl.store(dA_out + vector, tl.sum(dA, axis=0))
@@ -232,22 +248,17 @@ def state_columns(states, tile, column, K: tl.constexpr, V: tl.constexpr,
 
 @triton.jit
 def wide_grads(
-    q, k, decay, out, x, r, s, ds, p_pairs, l_pairs, ones, sums, dq_out, dk_out,
-    tile, n, start, h, column, real, b, enters, leaves, own, q_dq, k_dk, q_inverse,
+    q, k, decay, out, x, r, s, ds, p_pairs, l_pairs, lower, first, rest, dq_out, dk_out,
+    n, start, h, column, b, enters, leaves, own, q_dq, k_dk, q_inverse,
     k_inverse, size, scale, T,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr,
     RISE: tl.constexpr, DOT: tl.constexpr,
 ):
     """Bounded gate: writes dq, dk. Returns dG, rise . k, and what its last row gets."""
-    key = h // (HV // H)
     i, _ = grid_ij(C)
-    vector = sums + tile.to(tl.int64) * (2 * K) + column + tl.arange(0, W)
-    first, rest = tl.load(vector), tl.load(vector + K)
-    lower = tl.load(tile_pointers(ones, 0, C, C))
     since = sum_rows(lower, decay, DOT) - tl.where(i < WIDE, 0.0, first[None, :])
-    k_rows = load_rows(k, n, start, key, column, real, T, H, K, C, W)
-    k_rows *= k_inverse[:, None]
+    k_rows = k.to(tl.float32) * k_inverse[:, None]
     factor = wide_column(since)
     near_1, near_2 = halves(k_rows * factor, C, WIDE, DOT)
     far, _ = halves(k_rows * to_block_end(factor, first, rest, C, WIDE), C, WIDE, DOT)
@@ -255,14 +266,13 @@ def wide_grads(
     pairs = wide_rows(
         out, s, p_pairs, near_1, near_2, far, exp2(first), enters, unit, C, WIDE, DOT
     )
-    q_unit = load_rows(q, n, start, key, column, real, T, H, K, C, W)
-    q_unit *= q_inverse[:, None]
-    factor = wide_row(since)
-    left = rounded(q_unit * (scale * factor))
+    q_unit = q.to(tl.float32) * q_inverse[:, None]
+    factor = scale * wide_row(since)
+    left = rounded(q_unit * factor)
     q_1, q_2 = halves(left, C, WIDE, DOT)
     dg = left * pairs
-    dq = (scale * size) * (factor * pairs) + (scale * own)[:, None] * k_rows
-    dq = norm_backward(dq, q_unit, q_inverse, q_dq, NORM)
+    dq = factor * pairs + (scale * unit * own)[:, None] * k_rows
+    dq = norm_backward(dq, size, q_unit, q_inverse, q_dq, NORM)
     store_rows(dq_out, dq, n, start, h, column, T, HV, K, C, W)
     dk = q_unit * (scale * unit * own)[:, None]
     pairs = wide_rows(
@@ -288,7 +298,7 @@ def wide_grads(
     factor = rounded(k_rows * factor)
     more = tl.sum(factor * fall, axis=0)
     dg -= factor * both
-    dk = norm_backward(size * dk, k_rows, k_inverse, k_dk, NORM)
+    dk = norm_backward(dk, size, k_rows, k_inverse, k_dk, NORM)
     store_rows(dk_out, dk, n, start, h, column, T, HV, K, C, W)
     return dg, k_rise, more
 
@@ -303,54 +313,54 @@ def grads_kernel(
     C: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, GATE: tl.constexpr,
     NORM: tl.constexpr, SIGMOID: tl.constexpr, PACKED: tl.constexpr,
 ):
-    """Per chunk, head and W channels, as registers hold no more.
+    """Writes dq, dk, dg, and sums over the chunk for A_log and dt_bias.
 
-    Writes dq, dk, dg, the chunk's parts of dA_log and ddt_bias, and, for a write
-    strength that is no sigmoid, the W channels' part of rowsum(k . rise).
+    And over W channels of k . rise, for a write strength that is no sigmoid.
     """
     DOT: tl.constexpr = s.dtype.element_ty
-    part = tl.program_id(0) % (K // W)
-    tile, column = tl.program_id(0) // (K // W), part * W
+    part, tile = tl.program_id(0) % (K // W), tl.program_id(0) // (K // W)
+    column = part * W
     h, n, start = place_of(tile, T, HV, C)
     real = real_rows(ids, n, start, T, C, PACKED)
     same, enters, leaves, _ = run_masks(ids, n, start, T, C, PACKED)
-    size = tl.load(sizes + tile)
-    b_c = load_vector(b, tile, 0, 1, C)
-    own, q_dq = load_vector(rows, tile, 0, 3, C), load_vector(rows, tile, 1, 3, C)
-    k_dk = load_vector(rows, tile, 2, 3, C)
-    q_inverse = load_vector(norms, tile, 0, 2, C)
-    k_inverse = load_vector(norms, tile, 1, 2, C)
-    # All at once, while registers are free: they go to shared memory.
-    s_c = state_columns(s, tile, column, K, V, W)
-    ds_c = state_columns(ds, tile, column, K, V, W)
-    out = load_rows(do, n, start, h, 0, real, T, HV, V, C, V).to(DOT)
-    r = tl.load(tile_pointers(dr, tile, C, V))
-    x_c = tl.load(tile_pointers(x, tile, C, V))
-    p_pairs = tl.load(tile_pointers(dp, tile, C, C))
-    l_pairs = tl.load(tile_pointers(dl, tile, C, C))
-    last = tl.sum(s_c.to(tl.float32) * ds_c.to(tl.float32), axis=0) / size
-    last *= tl.load(gam + tile.to(tl.int64) * K + column + tl.arange(0, W))
-    _, _, decay = decay_part(
-        g, A_log, dt_bias, bound, real, n, start, h, column, T, HV, K, C, W, GATE
-    )
+    # All loads before anything waits for one, while registers are free.
+    size, b_c = tl.load(sizes + tile), load_vector(b, tile, 0, 1, C)
+    own, q_dq, k_dk, q_inverse, k_inverse = load_vectors(rows, norms, tile, C)
+    key, channels = h // (HV // H), column + tl.arange(0, W)
+    g_raw = raw_columns(g, n, start, h, column, real, T, HV, K, C, W)
+    slope = tl.load(A_log + h)
+    bias = tl.load(dt_bias + h * K + channels).to(tl.float32)
+    gam_c = tl.load(gam + tile.to(tl.int64) * K + channels)
+    if WIDE > 0:
+        vector = sums + tile.to(tl.int64) * (2 * K) + channels
+        first, rest = tl.load(vector), tl.load(vector + K)
+    lower = tl.load(tile_pointers(ones, 0, C, C))
+    k_raw = raw_columns(k, n, start, key, column, real, T, H, K, C, W)
+    q_raw = raw_columns(q, n, start, key, column, real, T, H, K, C, W)
+    out = raw_columns(do, n, start, h, 0, real, T, HV, V, C, V).to(DOT)
+    chunk = load_tiles(s, dp, dr, dl, x, ds, tile, column, K, V, C, W)
+    s_c, p_pairs, r, l_pairs, x_c, ds_c = chunk
+    slope, z = tl.exp(slope.to(tl.float32)), g_raw.to(tl.float32)
+    decay = log2_decay(z, slope, bias[None, :], bound, real[:, None], GATE)
+    last = gam_c * tl.sum(s_c.to(tl.float32) * ds_c.to(tl.float32), axis=0) / size
     if WIDE > 0:
         dg, k_rise, more = wide_grads(
-            q, k, decay, out, x_c, r, s_c, ds_c, p_pairs, l_pairs, ones, sums, dq_out,
-            dk_out, tile, n, start, h, column, real, b_c, enters, leaves, own, q_dq,
-            k_dk, q_inverse, k_inverse, size, scale, T, H, HV, K, V, C, W, WIDE, NORM,
+            q_raw, k_raw, decay, out, x_c, r, s_c, ds_c, p_pairs, l_pairs, lower, first,
+            rest, dq_out, dk_out, n, start, h, column, b_c, enters, leaves, own, q_dq,
+            k_dk, q_inverse, k_inverse, size, scale, T, HV, K, C, W, WIDE, NORM,
             not SIGMOID, DOT,
         )
     else:
         dg, k_rise, more = level_grads(
-            q, k, decay, out, x_c, r, s_c, ds_c, p_pairs, l_pairs, dq_out, dk_out, tile,
-            n, start, h, column, real, b_c, enters, leaves, own, q_dq, k_dk, q_inverse,
-            k_inverse, size, scale, T, H, HV, K, V, C, W, NORM, DOT,
+            q_raw, k_raw, decay, out, x_c, r, s_c, ds_c, p_pairs, l_pairs, dq_out,
+            dk_out, n, start, h, column, real, b_c, enters, leaves, own, q_dq, k_dk,
+            q_inverse, k_inverse, size, scale, T, HV, K, C, W, NORM, DOT,
         )
     if not SIGMOID:
-        at = (part.to(tl.int64) * N + tile) * C + tl.arange(0, C)
-        tl.store(rise_out + at, size * k_rise)
+        rise_out += (part.to(tl.int64) * N + tile) * C
+        tl.store(rise_out + tl.arange(0, C), size * k_rise)
     finish_gate(
-        g, A_log, dt_bias, ones, dg_out, dA_out, dbias_out, dg, last + more, size, same,
-        leaves, real, bound, tile, n, start, h, column, T, HV, K, C, W, GATE, PACKED,
-        DOT,
+        g_raw, dg, last + more, lower, same, leaves, real, slope, bias, bound, size,
+        dg_out, dA_out, dbias_out, tile, n, start, h, column, T, HV, K, C, W, GATE,
+        PACKED, DOT,
     )

@@ -1,13 +1,14 @@
-"""All that a chunk needs before its state is known, one program a chunk and head."""
+"""All that a chunk needs before its state is known, one program a chunk and head.
+
+For any gate; `bounded_intra.py` does it in a third of the products, for a bounded one.
+"""
 
 import triton
 import triton.language as tl
 
 from pallas_kernels.kda.gpu.tiles import (
-    UNSHIFT,
     dot,
     exp2,
-    from_start,
     grid_ij,
     level_mask,
     levels,
@@ -19,12 +20,7 @@ from pallas_kernels.kda.gpu.tiles import (
     real_rows,
     run_masks,
     tile_pointers,
-    to_block_end,
-    to_end,
     unit_lower_inverse,
-    wide_column,
-    wide_exponents,
-    wide_row,
     write_strength,
 )
 
@@ -34,7 +30,7 @@ from pallas_kernels.kda.gpu.tiles import (
 
 @triton.jit
 def level_tiles(
-    q, k, decay, b, q_factor, k_inverse, enters, leaves, passes, real, kb_out, qp_out,
+    q, k, decay, b, q_factor, k_inverse, enters, leaves, passes, real, kq_out,
     kr_out, gam_out, tile, n, start, h, T,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr,
 ):
@@ -45,9 +41,9 @@ def level_tiles(
     q_rows = load_rows(q, n, start, h, 0, real, T, H, K, C, K) * q_factor[:, None]
     pre, post = outer_factors(decay, C, DOT)
     kb = tl.where(enters[:, None], b[:, None] * k_rows * pre, 0.0)
-    tl.store(tile_pointers(kb_out, tile, C, K), kb.to(DOT))
+    tl.store(tile_pointers(kq_out, 2 * tile, C, K), kb.to(DOT))
     qp = tl.where(enters[:, None], q_rows * pre, 0.0)
-    tl.store(tile_pointers(qp_out, tile, C, K), qp.to(DOT))
+    tl.store(tile_pointers(kq_out, 2 * tile + 1, C, K), qp.to(DOT))
     kr = tl.where(leaves[:, None], k_rows * post, 0.0)
     tl.store(tile_pointers(kr_out, tile, C, K), kr.to(DOT))
     m, p = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
@@ -77,65 +73,33 @@ def row_products(
 
 
 @triton.jit
-def wide_tiles(
-    q, k, decay, b, q_factor, k_inverse, enters, leaves, passes, real, kb_out, qp_out,
-    kr_out, gam_out, sums_out, tile, n, start, h, T,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
-    DOT: tl.constexpr,
+def finish(
+    m, p, own, b, same, a_out, p_out, tile, C: tl.constexpr, DOT: tl.constexpr,
 ):
-    """Bounded gate: does what `level_tiles` does."""
-    since, first, rest = wide_exponents(decay, C, WIDE)
-    vector = sums_out + tile.to(tl.int64) * (2 * K) + tl.arange(0, K)
-    tl.store(vector, first)
-    tl.store(vector + K, rest)
-    # A sum over the tile of its own would cost the forward pass 4 %.
-    gam = tl.where(passes, exp2(first + rest), 0.0)
-    tl.store(gam_out + tile.to(tl.int64) * K + tl.arange(0, K), gam)
-    k_rows = load_rows(k, n, start, h, 0, real, T, H, K, C, K) * k_inverse[:, None]
-    factor = k_rows * wide_column(since)
-    near = factor.to(DOT)
-    factor = to_block_end(factor, first, rest, C, WIDE)
-    far = factor.to(DOT)
-    kr = tl.where(leaves[:, None], to_end(factor, rest, C, WIDE), 0.0)
-    tl.store(tile_pointers(kr_out, tile, C, K), kr.to(DOT))
-    row_factor = wide_row(since)
-    row = k_rows * row_factor
-    kb = b[:, None] * from_start(row, first, C, WIDE)
-    kb = tl.where(enters[:, None], kb, 0.0)
-    tl.store(tile_pointers(kb_out, tile, C, K), kb.to(DOT))
-    m = join_blocks(row.to(DOT), near, far, C, WIDE, DOT)
-    row = load_rows(q, n, start, h, 0, real, T, H, K, C, K)
-    row *= q_factor[:, None] * row_factor
-    qp = tl.where(enters[:, None], from_start(row, first, C, WIDE), 0.0)
-    tl.store(tile_pointers(qp_out, tile, C, K), qp.to(DOT))
-    return m, join_blocks(row.to(DOT), near, far, C, WIDE, DOT)
-
-
-@triton.jit
-def join_blocks(row, near, far, C: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr):
-    """[C,C]: blocks on the diagonal, and those left of them."""
-    x = dot(row, near.T, DOT)
-    if C > WIDE:
-        x = tl.where(level_mask(WIDE, C), dot(row, far.T, DOT) * UNSHIFT, x)
-    return x
+    """Writes A and P from pairs below the diagonal, and own [C] on that of P."""
+    i, j = grid_ij(C)
+    p = tl.where(i > j, p, tl.where(i == j, own[:, None], 0.0))
+    tl.store(tile_pointers(p_out, tile, C, C), tl.where(same, p, 0.0).to(DOT))
+    lower = tl.where(same & (i > j), b[:, None] * m, 0.0)
+    INV: tl.constexpr = tl.float16 if tl.bfloat16 == DOT else tl.float32
+    a = unit_lower_inverse(lower, C, INV)
+    tl.store(tile_pointers(a_out, tile, C, C), a.to(DOT))
 
 
 @triton.jit
 def intra_kernel(
     q, k, g, beta, A_log, dt_bias, ids,
-    a_out, p_out, qp_out, kb_out, kr_out, gam_out, b_out, norms_out, sums_out,
+    a_out, p_out, kq_out, kr_out, gam_out, b_out, norms_out,
     T, scale, bound,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
-    WIDE: tl.constexpr, GATE: tl.constexpr,
-    NORM: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr,
-    PACKED: tl.constexpr,
+    GATE: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr, PACKED: tl.constexpr,
 ):
-    """Writes tiles of A, P, Qp, Kb = b Kp, Kr and vectors gam and b.
+    """Writes tiles of A, P, Kb = b Kp with Qp below it, Kr, and vectors gam and b.
 
-    For `grads.py` also the factors that normalise q and k, and, for a bounded gate, the
-    log2 decays of the first block and of the rest.
+    For `grads.py` also the factors that normalise q and k.
     """
-    DOT: tl.constexpr = qp_out.dtype.element_ty
+    DOT: tl.constexpr = kq_out.dtype.element_ty
     tile = tl.program_id(0)
     h, n, start = place_of(tile, T, HV, C)
     key = h // (HV // H)
@@ -155,23 +119,10 @@ def intra_kernel(
     raw_g = load_rows(g, n, start, h, 0, real, T, HV, K, C, K)
     slope = tl.exp(tl.load(A_log + h).to(tl.float32))
     bias = tl.load(dt_bias + h * K + tl.arange(0, K)).to(tl.float32)
-    decay = log2_decay(raw_g, slope, bias, bound, real, GATE)
-    if WIDE > 0:
-        m, p = wide_tiles(
-            q, k, decay, b, q_factor, k_inverse, enters, leaves, passes, real, kb_out,
-            qp_out, kr_out, gam_out, sums_out, tile, n, start, key, T, H, K, C, WIDE,
-            DOT,
-        )
-    else:
-        m, p = level_tiles(
-            q, k, decay, b, q_factor, k_inverse, enters, leaves, passes, real, kb_out,
-            qp_out, kr_out, gam_out, tile, n, start, key, T, H, K, C, DOT,
-        )
-    i, j = grid_ij(C)
-    own = (qk * q_factor * k_inverse)[:, None]
-    p = tl.where(i > j, p, tl.where(i == j, own, 0.0))
-    tl.store(tile_pointers(p_out, tile, C, C), tl.where(same, p, 0.0).to(DOT))
-    lower = tl.where(same & (i > j), b[:, None] * m, 0.0)
-    INV: tl.constexpr = tl.float16 if tl.bfloat16 == DOT else tl.float32
-    a = unit_lower_inverse(lower, C, INV)
-    tl.store(tile_pointers(a_out, tile, C, C), a.to(DOT))
+    decay = log2_decay(raw_g, slope, bias[None, :], bound, real[:, None], GATE)
+    m, p = level_tiles(
+        q, k, decay, b, q_factor, k_inverse, enters, leaves, passes, real, kq_out,
+        kr_out, gam_out, tile, n, start, key, T, H, K, C, DOT,
+    )
+    own = qk * q_factor * k_inverse
+    finish(m, p, own, b, same, a_out, p_out, tile, C, DOT)

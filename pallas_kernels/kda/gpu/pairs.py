@@ -10,6 +10,7 @@ from pallas_kernels.kda.gpu.tiles import (
     place_of,
     power_of_two,
     real_rows,
+    row_pointers,
     run_masks,
     sigmoid,
     store_rows,
@@ -42,26 +43,27 @@ def pairs_kernel(
     real = real_rows(ids, n, start, T, C, PACKED)
     same, _, _, _ = run_masks(ids, n, start, T, C, PACKED)
     row = tile.to(tl.int64) * C + tl.arange(0, C)
+    # All loads before anything waits for one.
+    at = (n.to(tl.int64) * T + start + tl.arange(0, C)) * HV + h
+    raw_b = tl.load(beta + at, mask=real, other=0.0).to(tl.float32)
     b_c = tl.load(b + row)
     r = tl.load(tile_pointers(dr, tile, C, V))
-    wide_r = r.to(tl.float32)
-    db = tl.sum(wide_r * load_rows(v, n, start, h, 0, real, T, HV, V, C, V), axis=1)
-    store_rows(dv_out, b_c[:, None] * wide_r, n, start, h, 0, T, HV, V, C, V)
     x_c = tl.load(tile_pointers(x, tile, C, V))
-    wide_x = x_c.to(tl.float32)
-    write = tl.sum(wide_r * wide_x, axis=1)
+    at = row_pointers(do, n, start, h, 0, T, HV, V, C, V)
+    out = tl.load(at, mask=real[:, None], other=0.0)
+    v_c = load_rows(v, n, start, h, 0, real, T, HV, V, C, V)
+    o_c = load_rows(o, n, start, h, 0, real, T, HV, V, C, V)
+    wide_out, wide_r, wide_x = out.to(tl.float32), r.to(tl.float32), x_c.to(tl.float32)
+    out = out.to(DOT)
+    write, db = tl.sum(wide_r * wide_x, axis=1), tl.sum(wide_r * v_c, axis=1)
+    store_rows(dv_out, b_c[:, None] * wide_r, n, start, h, 0, T, HV, V, C, V)
     rows = rows_out + tile.to(tl.int64) * (3 * C) + tl.arange(0, C)
+    tl.store(rows, tl.sum(wide_out * wide_x, axis=1))
+    tl.store(rows + C, tl.sum(wide_out * o_c, axis=1))
     tl.store(rows + 2 * C, 2.0 * write - b_c * db)
     if SIGMOID:
-        at = (n.to(tl.int64) * T + start + tl.arange(0, C)) * HV + h
-        raw_b = tl.load(beta + at, mask=real, other=0.0).to(tl.float32)
         db = write * (1.0 - sigmoid(raw_b))
     tl.store(db_out + row, tl.where(real, db, 0.0))
-    wide_out = load_rows(do, n, start, h, 0, real, T, HV, V, C, V)
-    out = wide_out.to(DOT)
-    tl.store(rows, tl.sum(wide_out * wide_x, axis=1))
-    o_c = load_rows(o, n, start, h, 0, real, T, HV, V, C, V)
-    tl.store(rows + C, tl.sum(wide_out * o_c, axis=1))
     largest = tl.maximum(tl.max(tl.abs(wide_out)), tl.max(tl.abs(wide_r)))
     size = power_of_two(largest)
     tl.store(size_out + tile, size)

@@ -4,9 +4,13 @@ One program carries BV columns of the state, transposed: S^T [BV,K] in registers
 product then has the carried value on its left, which needs no shared memory. Tiles come
 by tensor-memory descriptors made in the kernel; they clip rows past the end.
 
-Long rows can be cut into segments that run side by side. A first pass (SUMMARY) finds
-what each segment does to any state, S -> Phi S + Psi, by running it on the columns
-[0 | I] of a state that is K columns wider.
+Long rows can be cut into segments that run side by side, once the state at each border
+is known. A pass without outputs finds it: it runs ahead from the first state, or
+(SUMMARY) finds what each segment does to any state, S -> Phi S + Psi, by running it on
+the columns [0 | I] of a state that is K columns wider.
+
+Or time is cut into pieces that run one after another, in several launches. Where there
+are half as many programs again as processors, this spares half of the second round.
 """
 
 import triton
@@ -20,19 +24,24 @@ from pallas_kernels.kda.gpu.tiles import dot, real_rows
 
 @triton.jit
 def place(
-    T, NSEG,
-    HV: tl.constexpr, W: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    T, B, NSEG, PIECES, first_pair,
+    HV: tl.constexpr, W: tl.constexpr, BV: tl.constexpr,
 ):
-    """This program's column block, head, batch row, segment, and range of chunks."""
-    pid = tl.program_id(0)
-    column = pid % (W // BV) * BV
-    h = pid // (W // BV) % HV
-    segment = pid // (W // BV * HV) % NSEG
-    n = pid // (W // BV * HV * NSEG)
+    """This program's column block, head, batch row, segment, and piece of time."""
+    pair = tl.program_id(0) + first_pair
+    column = pair % (W // BV) * BV
+    h = pair // (W // BV) % HV
+    rest = pair // (W // BV * HV)
+    return column, h, rest % B, rest // B % NSEG, rest // (B * NSEG)
+
+
+@triton.jit
+def chunk_range(part, parts, T, C: tl.constexpr):
+    """First chunk of a part of time, and the one after its last."""
     chunks = tl.cdiv(T, C)
-    each = tl.cdiv(chunks, NSEG)
-    first = tl.minimum(segment * each, chunks)
-    return column, h, n, segment, first, tl.minimum(first + each, chunks)
+    each = tl.cdiv(chunks, parts)
+    first = tl.minimum(part * each, chunks)
+    return first, tl.minimum(first + each, chunks)
 
 
 @triton.jit
@@ -57,17 +66,16 @@ def tiles(
 
 @triton.jit
 def store_tile(
-    target, x, row,
-    R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    target, x, row, column,
+    D: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):
-    """Writes [R,D] in pieces [R,HALF], which share one buffer with other stores."""
-    if D == HALF:
-        target.store([row, 0], x)
-    else:
-        pieces = tl.permute(tl.reshape(x, [R, 2, D // 2]), (0, 2, 1))
-        left, right = tl.split(pieces)
-        target.store([row, 0], left)
-        target.store([row, D // 2], right)
+    """Writes [R,W] into an array whose rows have D columns.
+
+    Through pointers: a tensor-memory store would wait for the one before it.
+    """
+    at = target + row.to(tl.int64) * D + column
+    at += tl.arange(0, R)[:, None] * D + tl.arange(0, W)[None, :]
+    tl.store(at, x)
 
 
 @triton.jit
@@ -83,58 +91,61 @@ def state_offsets(
 
 @triton.jit
 def first_state(
-    ptr, offsets, column,
+    ptr, carried, piece, offsets, column,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SUMMARY: tl.constexpr,
 ):
-    """State before the first chunk; for a summary, [0 | I]."""
+    """State before the first chunk: given, or left by the piece before.
+
+    For a summary, [0 | I].
+    """
     if SUMMARY:
         v = column - V + tl.arange(0, BV)[:, None]
         return tl.where(v == tl.arange(0, K)[None, :], 1.0, 0.0)
     else:
-        return tl.load(ptr + offsets)
+        given = tl.load(ptr + offsets, mask=piece == 0, other=0.0)
+        return given + tl.load(carried + offsets, mask=piece > 0, other=0.0)
 
 
 @triton.jit
 def scan_kernel(
-    v, a, p, qp, kb, kr, gam, b, ids, s0,
+    v, a, p, kq, kr, gam, b, s0,
     o, s_out, x_out, s_last,
-    T, B, NSEG,
+    T, B, NSEG, PIECES, first_pair,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, SAVE: tl.constexpr, SUMMARY: tl.constexpr,
-    STAGES: tl.constexpr,
+    OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):
     """S' = gam S + Kr^T X with X = A (b V - Kb S); O = Qp S + P X."""
-    DOT: tl.constexpr = qp.dtype.element_ty
+    DOT: tl.constexpr = kr.dtype.element_ty
     W: tl.constexpr = V + K if SUMMARY else V
-    column, h, n, segment, first, last = place(T, NSEG, HV, W, BV, C)
+    column, h, n, segment, piece = place(T, B, NSEG, PIECES, first_pair, HV, W, BV)
+    first, last = chunk_range(segment * PIECES + piece, NSEG * PIECES, T, C)
     chunks = tl.cdiv(T, C)
     count = B * chunks * HV
     v_in, o_out = tokens(v, n, T, HV, V, C, BV), tokens(o, n, T, HV, V, C, BV)
     a_in, p_in = tiles(a, count, C, C, C, C), tiles(p, count, C, C, C, C)
-    qp_in, kb_in = tiles(qp, count, C, K, C, K), tiles(kb, count, C, K, C, K)
+    kq_in = tiles(kq, 2 * count, C, K, C, K)
     kr_in = tiles(kr, count, C, K, C, K)
-    HALF: tl.constexpr = K // 2 if K == 128 else K
-    states, xs = tiles(s_out, count, V, K, BV, HALF), tiles(x_out, count, C, V, C, BV)
     where = state_offsets(n, segment, h, column, NSEG, HV, K, W, BV)
-    s = first_state(s0, where, column, K, V, BV, SUMMARY)
+    s = first_state(s0, s_last, piece, where, column, K, V, BV, SUMMARY)
     for t in tl.range(first, last, num_stages=STAGES):
         tile = (n * chunks + t) * HV + h
         s_dot = s.to(DOT)
         if SAVE:
-            store_tile(states, s_dot, tile * V + column, BV, K, HALF)
-        x = dot(s_dot, kb_in.load([tile * C, 0]).T, DOT)
+            store_tile(s_out, s_dot, tile * V + column, 0, K, BV, K)
+        x = dot(s_dot, kq_in.load([2 * tile * C, 0]).T, DOT)
         strength = tl.load(b + tile.to(tl.int64) * C + tl.arange(0, C))
         value = v_in.load([t * C, h * V + column % V]).to(tl.float32)
-        if PACKED:
-            value = tl.where(real_rows(ids, n, t * C, T, C, True)[:, None], value, 0.0)
         value = value.T * strength[None, :]
+        if PACKED:  # whatever lies in padding, it is written with strength 0
+            value = tl.where(strength[None, :] == 0.0, 0.0, value)
         if SUMMARY:
             value = tl.where(column < V, value, 0.0)
         x = dot(value - x, a_in.load([tile * C, 0]).T, DOT).to(DOT)
         if SAVE:
-            xs.store([tile * C, column], x.T)
-        if not SUMMARY:
-            out = dot(s_dot, qp_in.load([tile * C, 0]).T, DOT)
+            store_tile(x_out, x.T, tile * C, column, V, C, BV)
+        if OUTPUTS:
+            out = dot(s_dot, kq_in.load([(2 * tile + 1) * C, 0]).T, DOT)
             out += dot(x, p_in.load([tile * C, 0]).T, DOT)
             o_out.store([t * C, h * V + column], out.T.to(o.dtype.element_ty))
         decay = tl.load(gam + tile.to(tl.int64) * K + tl.arange(0, K))
@@ -144,33 +155,33 @@ def scan_kernel(
 
 @triton.jit
 def reverse_kernel(
-    do, a, p, qp, kb, kr, gam, ids, ds_last,
+    do, a, p, kq, kr, gam, ids, ds_last,
     dr, ds_out, ds0,
-    T, B, NSEG,
+    T, B, NSEG, PIECES, first_pair,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, SUMMARY: tl.constexpr,
-    STAGES: tl.constexpr,
+    OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):
     """dR = A^T (P^T dO + Kr dS'); dS = gam dS' + Qp^T dO - Kb^T dR. Writes dS', dR."""
-    DOT: tl.constexpr = qp.dtype.element_ty
+    DOT: tl.constexpr = kr.dtype.element_ty
     W: tl.constexpr = V + K if SUMMARY else V
-    column, h, n, segment, first, last = place(T, NSEG, HV, W, BV, C)
+    column, h, n, segment, piece = place(T, B, NSEG, PIECES, first_pair, HV, W, BV)
+    part = segment * PIECES + PIECES - 1 - piece
+    first, last = chunk_range(part, NSEG * PIECES, T, C)
     chunks = tl.cdiv(T, C)
     count = B * chunks * HV
-    do_in, dr_out = tokens(do, n, T, HV, V, C, BV), tiles(dr, count, C, V, C, BV)
+    do_in = tokens(do, n, T, HV, V, C, BV)
     a_in, p_in = tiles(a, count, C, C, C, C), tiles(p, count, C, C, C, C)
-    qp_in, kb_in = tiles(qp, count, C, K, C, K), tiles(kb, count, C, K, C, K)
+    kq_in = tiles(kq, 2 * count, C, K, C, K)
     kr_in = tiles(kr, count, C, K, C, K)
-    HALF: tl.constexpr = K // 2 if K == 128 else K
-    states = tiles(ds_out, count, V, K, BV, HALF)
     where = state_offsets(n, segment, h, column, NSEG, HV, K, W, BV)
-    ds = first_state(ds_last, where, column, K, V, BV, SUMMARY)
+    ds = first_state(ds_last, ds0, piece, where, column, K, V, BV, SUMMARY)
     for step in tl.range(0, last - first, num_stages=STAGES):
         t = last - 1 - step
         tile = (n * chunks + t) * HV + h
         ds_dot = ds.to(DOT)
-        if not SUMMARY:
-            store_tile(states, ds_dot, tile * V + column, BV, K, HALF)
+        if OUTPUTS:
+            store_tile(ds_out, ds_dot, tile * V + column, 0, K, BV, K)
         upper = do_in.load([t * C, h * V + column % V]).to(tl.float32)
         if PACKED:
             upper = tl.where(real_rows(ids, n, t * C, T, C, True)[:, None], upper, 0.0)
@@ -180,9 +191,9 @@ def reverse_kernel(
         dx = dot(ds_dot, kr_in.load([tile * C, 0]).T, DOT)
         dx += dot(upper, p_in.load([tile * C, 0]), DOT)
         r = dot(dx, a_in.load([tile * C, 0]), DOT).to(DOT)
-        if not SUMMARY:
-            dr_out.store([tile * C, column], r.T)
+        if OUTPUTS:
+            store_tile(dr, r.T, tile * C, column, V, C, BV)
         decay = tl.load(gam + tile.to(tl.int64) * K + tl.arange(0, K))
-        ds = ds * decay[None, :] + dot(upper, qp_in.load([tile * C, 0]), DOT)
-        ds -= dot(r, kb_in.load([tile * C, 0]), DOT)
+        ds = ds * decay[None, :] + dot(upper, kq_in.load([(2 * tile + 1) * C, 0]), DOT)
+        ds -= dot(r, kq_in.load([2 * tile * C, 0]), DOT)
     tl.store(ds0 + where, ds)

@@ -29,8 +29,6 @@ UNSHIFT = tl.constexpr(2.0**-115)
 LOWEST = tl.constexpr(-1.5e3)
 
 
-
-
 @triton.constexpr_function
 def levels(C):
     """log2 of the chunk size."""
@@ -172,30 +170,41 @@ def tile_pointers(ptr, tile, R: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def codes(ids, n, start, T, C: tl.constexpr):
-    """2 * run + real of the chunk's tokens; what fills up the last chunk joins it."""
-    at = tl.minimum(start + tl.arange(0, C), T - 1)
-    return tl.load(ids + n.to(tl.int64) * T + at)
+def codes(ids, n, at, T):
+    """2 * run + real of tokens `at`; what fills up the last chunk joins it."""
+    return tl.load(ids + n.to(tl.int64) * T + tl.minimum(at, T - 1))
+
+
+@triton.jit
+def real_tokens(ids, n, at, T, PACKED: tl.constexpr):
+    """bool: the tokens `at` exist and are no padding."""
+    real = at < T
+    if PACKED:
+        real = real & (codes(ids, n, at, T) % 2 == 1)
+    return real
 
 
 @triton.jit
 def real_rows(ids, n, start, T, C: tl.constexpr, PACKED: tl.constexpr):
-    """[C] bool: the token exists and is no padding."""
-    real = start + tl.arange(0, C) < T
-    if PACKED:
-        real = real & (codes(ids, n, start, T, C) % 2 == 1)
-    return real
+    """[C] bool: `real_tokens` of a chunk."""
+    return real_tokens(ids, n, start + tl.arange(0, C), T, PACKED)
+
+
+@triton.jit
+def borders(ids, n, start, T, C: tl.constexpr):
+    """Runs whose state enters and leaves the chunk."""
+    row = ids + n.to(tl.int64) * T
+    enter = tl.load(row + tl.maximum(start - 1, 0)) // 2
+    leave = tl.load(row + tl.minimum(start + C, T) - 1) // 2
+    return tl.where(start == 0, 0, enter), leave
 
 
 @triton.jit
 def run_masks(ids, n, start, T, C: tl.constexpr, PACKED: tl.constexpr):
     """same [C,C], enters [C], leaves [C], passes: see `segments.ChunkMasks`."""
     if PACKED:
-        run = codes(ids, n, start, T, C) // 2
-        row = ids + n.to(tl.int64) * T
-        enter = tl.load(row + tl.maximum(start - 1, 0)) // 2
-        enter = tl.where(start == 0, 0, enter)
-        leave = tl.load(row + tl.minimum(start + C, T) - 1) // 2
+        run = codes(ids, n, start + tl.arange(0, C), T) // 2
+        enter, leave = borders(ids, n, start, T, C)
         same = run[:, None] == run[None, :]
         return same, run == enter, run == leave, enter == leave
     else:
@@ -205,15 +214,19 @@ def run_masks(ids, n, start, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def log2_decay(g, slope, bias, bound, real, GATE: tl.constexpr):
-    """Log2 of the decay per token [C,K]; `gates.log_decay` in log2 units."""
-    x = g + bias[None, :]
+    """Log2 of the decay per token [...,K]; `gates.log_decay` in log2 units.
+
+    bias and real come with axes of length 1 for the others of g.
+    """
     if GATE == "bounded":
-        decay = (bound * LOG2E) * reciprocal(1.0 + exp2(x * (-LOG2E * slope)))
+        steep = -LOG2E * slope
+        part = reciprocal(1.0 + exp2(g * steep + bias * steep))
+        return part * tl.where(real, bound * LOG2E, 0.0)
     elif GATE == "softplus":
-        decay = tl.maximum(-(slope * LOG2E) * softplus(x), LOWEST)
+        decay = tl.maximum(-(slope * LOG2E) * softplus(g + bias), LOWEST)
+        return tl.where(real, decay, 0.0)
     else:
-        decay = tl.maximum(g * LOG2E, LOWEST)
-    return tl.where(real[:, None], decay, 0.0)
+        return tl.where(real, tl.maximum(g * LOG2E, LOWEST), 0.0)
 
 
 @triton.jit
@@ -259,15 +272,6 @@ def pair_factor(g, level, C: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def wide_exponents(g, C: tl.constexpr, WIDE: tl.constexpr):
-    """Decay since the start of the block [C,K]; sums over first block and rest [K]."""
-    first_block = tl.arange(0, C)[:, None] < WIDE
-    first = tl.sum(tl.where(first_block, g, 0.0), axis=0)
-    since = tl.cumsum(g, axis=0) - tl.where(first_block, 0.0, first[None, :])
-    return since, first, tl.sum(tl.where(first_block, 0.0, g), axis=0)
-
-
-@triton.jit
 def wide_row(since):
     return exp2_again(since + SHIFT)
 
@@ -278,25 +282,11 @@ def wide_column(since):
 
 
 @triton.jit
-def from_start(row, first, C: tl.constexpr, WIDE: tl.constexpr):
-    """exp2(G) from row factors."""
-    ahead = tl.where(tl.arange(0, C)[:, None] < WIDE, 1.0, exp2(first)[None, :])
-    return row * UNSHIFT * ahead
-
-
-@triton.jit
 def to_block_end(column, first, rest, C: tl.constexpr, WIDE: tl.constexpr):
     """Decay after the token up to the end of its block, from column factors."""
     first_block = tl.arange(0, C)[:, None] < WIDE
     first, rest = exp2(first + SHIFT)[None, :], exp2(rest + SHIFT)[None, :]
     return column * tl.where(first_block, first, rest)
-
-
-@triton.jit
-def to_end(block_end, rest, C: tl.constexpr, WIDE: tl.constexpr):
-    """exp2(G_last - G)."""
-    first_block = tl.arange(0, C)[:, None] < WIDE
-    return block_end * tl.where(first_block, exp2(rest)[None, :], 1.0)
 
 
 @triton.jit
@@ -312,11 +302,14 @@ def unit_lower_inverse(lower, C: tl.constexpr, DOT: tl.constexpr):
 
     From inverses X of blocks of size b, X - X E X are those of size 2b, with E the
     blocks of L that join two neighbours. Stays as small as the result, unlike a power
-    series in L.
+    series in L. X holds blocks alone, so E is where X L X is looked at, and L itself
+    can stay in shared memory.
     """
     i, j = grid_ij(C)
-    x = tl.where(i == j, 1.0, 0.0) - tl.where(level_mask(1, C), lower, 0.0)
+    # The highest bit in which i and j differ tells the level at which they meet.
+    apart = i ^ j
+    x = tl.where(i == j, 1.0, 0.0) - tl.where(apart == 1, lower, 0.0)
     for level in range(1, levels(C)):
-        between = tl.where(level_mask(1 << level, C), lower, 0.0)
-        x -= dot(x, dot(between, x, DOT), DOT)
+        joined = dot(dot(x, lower, DOT), x, DOT)
+        x = tl.where(apart >> level == 1, -joined, x)
     return x
