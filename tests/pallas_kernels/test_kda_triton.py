@@ -151,6 +151,47 @@ def count_launches(monkeypatch):
     return names
 
 
+def test_last_tokens_of_a_row_as_long_as_memory_allows():
+    """On a card: offsets beyond 2^31 elements, and grids of 262,500 programs."""
+    time, heads, width = (1_050_000, 16, 128) if ON_GPU else (150, 1, 16)
+    start = (time - (6_400 if ON_GPU else 60)) // 64 * 64
+    names, shape = ("q", "k", "v", "g"), (1, time, heads, width)
+    keys = jax.random.split(jax.random.key(0), len(names) + 1)
+    x = {
+        name: jax.random.normal(key, shape, jnp.bfloat16)
+        for name, key in zip(names, keys, strict=False)
+    }
+    x["beta"] = jax.random.normal(keys[-1], shape[:3], jnp.bfloat16)
+    settings = {**cases.IN_KERNEL, "lower_bound": -5.0, "implementation": "triton"}
+    settings |= {"A_log": jnp.zeros(heads), "dt_bias": jnp.zeros(heads * width)}
+
+    @functools.partial(jax.jit, static_argnames="length")
+    def tail(x, state, length):
+        def loss(x):
+            o, last = kda(
+                *(x[name] for name in (*names, "beta")),
+                **settings,
+                initial_state=state,
+                output_final_state=True,
+            )
+            o = o[:, -length:].astype(jnp.float32)
+            return jnp.sum(o**2), (o, last)
+
+        (_, out), dx = jax.value_and_grad(loss, has_aux=True)(x)
+        return out, jax.tree.map(lambda dy: dy[:, -length:], dx)
+
+    state = jnp.zeros((1, heads, width, width))
+    whole = tail(x, state, time - start)
+    before = {name: y[:, :start] for name, y in x.items()}
+    (_, state), _ = tail(before, state, 1)
+    alone = tail({name: y[:, start:] for name, y in x.items()}, state, time - start)
+    for got, wanted in zip(*map(jax.tree.leaves, (whole, alone)), strict=True):
+        got, wanted = np.asarray(got, np.float32), np.asarray(wanted, np.float32)
+        error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+        # Only states at the borders of segments may differ, and those are forgotten.
+        assert error < 1e-6, error
+
+
 def test_padding_is_inert():
     """Not even NaN and infinity in padding change anything."""
     x = cases.raw(TIME)
