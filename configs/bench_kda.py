@@ -29,6 +29,8 @@ def get_config():
     config.packed = (1300, 547, 2048, 963, 271, 3063)
     # And each choice of `kda`'s residuals, timed and weighed.
     config.residuals_shape = (1, 8192, 96)
+    # Each of our kernels alone.
+    config.kernel_shapes = ((1, 8192, 96), (1, 65536, 32))
     # XLA keeps chunk tensors in float32, so it gets the shapes up to this many tokens
     # times heads.
     config.largest_xla = 1_000_000

@@ -18,6 +18,8 @@ from ml_collections import ConfigDict
 from kimi_jax import hardware
 from kimi_jax.errors import UserError
 from pallas_kernels.kda import choose_implementation, kda, kda_step
+from pallas_kernels.kda.gates import Inputs, Options
+from pallas_kernels.kda.plan import Plan
 
 SETTINGS: dict[str, Any] = {
     "lower_bound": -5.0,
@@ -53,6 +55,9 @@ def run(config: ConfigDict) -> dict:
             if name == "xla" and shape[1] * shape[0] * shape[2] > config.largest_xla:
                 continue
             rows += timed(name, shape, config)
+    if "triton" in names:
+        for shape in config.kernel_shapes:
+            rows += kernels(shape, config)
     for batch in config.decode_batches:
         for name in names:
             rows += decode(name, batch, config)
@@ -187,6 +192,39 @@ def _kept(x: Any, **settings: Any) -> int:
     held = jax.eval_shape(lambda x: jax.vjp(call, x)[1], x)
     bytes_of = [a.size * a.dtype.itemsize for a in jax.tree.leaves(held)]
     return sum(bytes_of) - sum(a.nbytes for a in x.values())
+
+
+def kernels(shape: tuple[int, int, int], config: ConfigDict) -> Iterator[dict]:
+    """Rows for each Triton kernel alone, on what those before it make."""
+    x = Inputs(**arrays(*shape, config.width))
+    do = jax.random.normal(jax.random.key(1), x.v.shape, jnp.bfloat16)
+    state = jnp.zeros((shape[0], shape[2], config.width, config.width))
+    plan = Plan(
+        x, None, Options(config.width**-0.5, allow_neg_eigval=False, **SETTINGS)
+    )
+
+    def run(name: str, function: Callable, *args: Any) -> tuple[Any, dict]:
+        call = partial(jax.jit(function), *args)
+        ms = milliseconds(call, config.rounds, calls=config.calls)
+        row = {"case": f"{name} alone {shape}", "implementation": "triton", "ms": ms}
+        return call(), row
+
+    chunks, row = run("intra", lambda x: plan.intra(x, None), x)
+    yield row
+    scan = partial(plan.scan, passes=None, state=state)
+    _, row = run("scan", lambda x, c: scan(x, chunks=c, save=False), x, chunks)
+    yield row
+    keep = "scan, keeping states,"
+    made, row = run(keep, lambda x, c: scan(x, chunks=c, save=True), x, chunks)
+    yield row
+    o, s, x_kept, _ = made
+    reverse = partial(plan.reverse, None, None, dstate=state)
+    made, row = run("reverse", lambda c, do: reverse(chunks=c, do=do), chunks, do)
+    yield row
+    dr, ds, _ = made
+    pairs, row = run("pairs", plan.pairs, x, None, chunks.b, do, o, x_kept, dr)
+    yield row
+    yield run("grads", plan.grads, x, None, chunks, s, x_kept, do, dr, ds, pairs)[1]
 
 
 def decode(name: str, batch: int, config: ConfigDict) -> Iterator[dict]:

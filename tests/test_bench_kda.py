@@ -24,3 +24,13 @@ def test_rows_of_one_shape(file):
     packed = {"forward, packed,", f"{both}, packed,"}
     assert packed | {"forward", both} < set(rows) and len(rows) == 7
     assert all(row["ms"] > 0 for row in rows.values())
+
+
+def test_rows_of_each_kernel():
+    pytest.importorskip("triton")
+    config = gpu.get_config()
+    config.update(width=16, calls=1, rounds=1)
+    rows = list(bench_kda.kernels((1, 40, 1), config))
+    names = [row["case"].split(" alone")[0] for row in rows]
+    kinds = ["intra", "scan", "scan, keeping states,", "reverse", "pairs", "grads"]
+    assert names == kinds and all(row["ms"] > 0 for row in rows)

@@ -313,11 +313,12 @@ class Plan:
 
         return jnp.moveaxis(jax.lax.scan(step, state_BHKV, summaries_SBHKW)[1], 0, 1)
 
-    def grads(self, inputs, codes, chunks, s, x, o, do, dr, ds) -> Inputs:
+    def grads(self, inputs, codes, chunks, s, x, do, dr, ds, pairs) -> Inputs:
+        """Gradients by the raw inputs; `pairs` is what `pairs` returns."""
         from pallas_kernels.kda.gpu.grads import grads_kernel
         from pallas_kernels.kda.gpu.launch import launch
 
-        dv, dp, dl, rows, db, sizes = self._pairs(inputs, codes, chunks.b, do, o, x, dr)
+        dv, dp, dl, rows, db, sizes = pairs
         heads = (self.B, self.T, self.HV, self.K)
         width = min(self.K, self.GRADS_WIDTH)
         parts = self.K // width
@@ -362,7 +363,8 @@ class Plan:
             ddt_bias = ddt_bias.astype(inputs.dt_bias.dtype)
         return Inputs(dq, dk, dv, dg, dbeta, dA_log, ddt_bias)
 
-    def _pairs(self, inputs, codes, b, do, o, x, dr):
+    def pairs(self, inputs, codes, b, do, o, x, dr):
+        """Returns dv, dP, dL, sums of rows, db and sizes, see `gpu/pairs.py`."""
         from pallas_kernels.kda.gpu.launch import launch
         from pallas_kernels.kda.gpu.pairs import pairs_kernel
 

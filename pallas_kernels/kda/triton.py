@@ -136,7 +136,9 @@ def _backward(saved, do, dfinal_state, options):
         inputs, codes, passes, chunks, s, x, o = saved
         plan = Plan(inputs, codes, options)
         dr, ds, dinitial_state = plan.reverse(codes, passes, chunks, do, dfinal_state)
-        return plan.grads(inputs, codes, chunks, s, x, o, do, dr, ds), dinitial_state
+        pairs = plan.pairs(inputs, codes, chunks.b, do, o, x, dr)
+        dinputs = plan.grads(inputs, codes, chunks, s, x, do, dr, ds, pairs)
+        return dinputs, dinitial_state
 
     return run(saved, do, dfinal_state)
 
