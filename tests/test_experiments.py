@@ -15,7 +15,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "XLA_FLAGS": ""}
+    # One device, and the optimiser of LLVM off as in conftest.
+    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     return subprocess.run(
         [sys.executable, "-m", *arguments],
         capture_output=True,

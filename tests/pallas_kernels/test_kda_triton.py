@@ -104,37 +104,32 @@ def test_smaller_chunks_and_plain_write_strengths(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ids", [None, IDS], ids=["plain", "packed"])
-def test_segments_change_nothing(ids, monkeypatch):
+def test_segments_change_nothing(monkeypatch):
     """A row cut into segments that run side by side, with summaries of each."""
     monkeypatch.setattr(plans, "LEAST_CHUNKS", 1)
     monkeypatch.setattr(plans, "PROCESSORS", 1000)
-    compare(cases.prepared("random", TIME), ids, lower_bound=-5.0, chunk_size=16)
+    compare(cases.prepared("random", TIME), IDS, lower_bound=-5.0, chunk_size=16)
 
 
-@pytest.mark.parametrize(
-    ("processors", "launches"),
-    [
-        pytest.param(3, 4, id="pieces of time, in turn"),
-        pytest.param(8, 2, id="segments, after a pass that ran ahead"),
-    ],
-)
-def test_cutting_time_changes_no_bit(processors, launches, monkeypatch):
+def test_cutting_time_changes_no_bit(monkeypatch):
     """4 programs a scan: who goes on starts from the very state of the one before."""
-    run = functools.partial(
-        cases.run, cases.raw(TIME), IDS, cases.cotangents(TIME), **cases.IN_KERNEL,
-        lower_bound=-5.0, chunk_size=16, dtype="bfloat16", implementation="triton",
-    )  # fmt: skip
+    settings = {**cases.IN_KERNEL, "lower_bound": -5.0, "chunk_size": 16}
+    settings |= {"dtype": "bfloat16", "implementation": "triton"}
+    run = functools.partial(cases.run, cases.raw(TIME), IDS, None, **settings)
     whole = run()
-    cases._compiled.cache_clear()
     monkeypatch.setattr(plans, "LEAST_CHUNKS", 1)
-    monkeypatch.setattr(plans, "PROCESSORS", processors)
     names = count_launches(monkeypatch)
-    cut = run()
+    # Pieces of time in turn, on 3 processors; two segments on 8, after a pass that ran
+    # ahead to where the second one starts.
+    for processors, launches in ((3, 4), (8, 2)):
+        monkeypatch.setattr(plans, "PROCESSORS", processors)
+        cases._compiled.cache_clear()
+        names.clear()
+        cut = run()
+        assert names.count("scan_kernel") == names.count("reverse_kernel") == launches
+        for name, value in whole.items():
+            np.testing.assert_array_equal(cut[name], value, err_msg=name)
     cases._compiled.cache_clear()
-    assert names.count("scan_kernel") == names.count("reverse_kernel") == launches
-    for name, value in whole.items():
-        np.testing.assert_array_equal(cut[name], value, err_msg=name)
 
 
 def count_launches(monkeypatch):

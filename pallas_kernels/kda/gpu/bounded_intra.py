@@ -1,8 +1,8 @@
 """What `intra.py` does, for a bounded gate and bfloat16.
 
 Tiles are [R,8,K]: token i * R + r of a chunk lies at [r,i]. Threads share out the
-second axis, so that each holds R neighbouring tokens, and sums over tokens stay
-in registers but for the last step.
+second axis, so that each holds R neighbouring tokens, and sums over tokens stay in
+registers but for the last step.
 """
 
 import triton
@@ -84,9 +84,7 @@ def running_sums(x, K: tl.constexpr, R: tl.constexpr):
     Pairs of neighbours are added and summed up in turn: Triton's own scan goes through
     shared memory.
     """
-    if R == 1:
-        return x, tl.reshape(x, [8, K])
-    elif R == 2:
+    if R == 2:
         left, right = tl.split(tl.permute(x, (1, 2, 0)))
         total = left + right
         return tl.permute(tl.join(left, total), (2, 0, 1)), total
