@@ -115,7 +115,7 @@ def test_cutting_time_changes_no_bit(monkeypatch):
     """4 programs a scan: who goes on starts from the very state of the one before."""
     settings = {**cases.IN_KERNEL, "lower_bound": -5.0, "chunk_size": 16}
     settings |= {"dtype": "bfloat16", "implementation": "triton"}
-    run = functools.partial(cases.run, cases.raw(TIME), IDS, None, **settings)
+    run = functools.partial(cases.run, cases.raw(48), IDS[:, :48], None, **settings)
     whole = run()
     monkeypatch.setattr(plans, "LEAST_CHUNKS", 1)
     names = count_launches(monkeypatch)
