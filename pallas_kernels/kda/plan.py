@@ -58,6 +58,9 @@ class Plan:
         self.options = options
         # Columns of the state a program carries; they divide a summary's K columns too.
         self.BV = min(self.V, self.K, 64)
+        # Of a scan that is cut nowhere, and of the pass that finds summaries.
+        self.programs = self.B * self.HV * (self.V // self.BV)
+        self.summary_programs = self.B * self.HV * ((self.V + self.K) // self.BV)
         self.segments, self.summarise = self._count_segments()
         self.pieces = self._count_pieces()
 
@@ -67,16 +70,14 @@ class Plan:
         That pass runs ahead through all but the last, or carries V + K columns through
         all at once, which ranks of a mesh axis need anyway (True).
         """
-        programs = self.B * self.HV * (self.V // self.BV)
-        summaries = self.B * self.HV * ((self.V + self.K) // self.BV)
         ranks = self.options.axis is not None
-        most = min(PROCESSORS // programs, -(-self.T // self.C) // LEAST_CHUNKS)
+        most = min(PROCESSORS // self.programs, -(-self.T // self.C) // LEAST_CHUNKS)
 
         def length(choice: tuple[int, bool]) -> float:
             segments, summarise = choice
-            rounds = float(-(-programs * segments // PROCESSORS))
+            rounds = float(-(-self.programs * segments // PROCESSORS))
             if summarise:
-                rounds += -(-summaries * segments // PROCESSORS)
+                rounds += -(-self.summary_programs * segments // PROCESSORS)
             else:
                 rounds += AHEAD * (segments - 1)
             return rounds / segments
@@ -88,13 +89,12 @@ class Plan:
 
     def _count_pieces(self) -> int:
         """Cuts time where programs fill their last round of processors badly."""
-        programs = self.B * self.HV * (self.V // self.BV)
-        if programs <= PROCESSORS:
+        if self.programs <= PROCESSORS:
             return 1
         most = min(4, -(-self.T // self.C) // LEAST_CHUNKS)
 
         def length(pieces: int) -> float:
-            rounds = -(-programs * pieces // PROCESSORS)
+            rounds = -(-self.programs * pieces // PROCESSORS)
             return rounds / pieces + PIECE_COST * pieces
 
         return min(range(1, max(1, most) + 1), key=length)
@@ -149,12 +149,11 @@ class Plan:
 
         constants = self.activations()
         square = self._array(self.N, self.C, self.C)
-        wide = self._array(self.N, self.C, self.K)
         outputs = {
             "a_out": square,
             "p_out": square,
             "kq_out": self._array(self.N, 2, self.C, self.K),
-            "kr_out": wide,
+            "kr_out": self._array(self.N, self.C, self.K),
             "gam_out": self._array(self.N, self.K, dtype=jnp.float32),
             "b_out": self._array(self.N, self.C, dtype=jnp.float32),
             "norms_out": self._array(self.N, 2, self.C, dtype=jnp.float32),
@@ -213,12 +212,12 @@ class Plan:
 
     def _rows(self, run, states, **settings):
         """All programs of a scan: `run(states, first, programs, ...)`."""
-        programs = self.B * self.HV * (self.V // self.BV) * self.segments * self.pieces
+        programs = self.programs * self.segments * self.pieces
         return run(states, 0, programs, SUMMARY=False, OUTPUTS=True, **settings)
 
     def _summaries(self, run, states):
         """[S,B,HV,K,V+K]: what each segment does to any state, see `scan.py`."""
-        programs = self.B * self.HV * ((self.V + self.K) // self.BV) * self.segments
+        programs = self.summary_programs * self.segments
         *_, summaries = run(states, 0, programs, SUMMARY=True, OUTPUTS=False)
         return jnp.moveaxis(summaries, 1, 0)
 
@@ -229,10 +228,9 @@ class Plan:
         """
         shape = (self.B, self.segments, *state_BHKV.shape[1:])
         states = jnp.broadcast_to(state_BHKV[:, None], shape)
-        programs = self.B * self.HV * (self.V // self.BV)
         for segment in range(self.segments)[::step][:-1]:
-            first = segment * programs
-            *_, last = run(states, first, programs, SUMMARY=False, OUTPUTS=False)
+            first = segment * self.programs
+            *_, last = run(states, first, self.programs, SUMMARY=False, OUTPUTS=False)
             states = states.at[:, segment + step].set(last[:, segment])
         return states
 

@@ -21,7 +21,7 @@ CONSTANTS = {
     **{"H": 32, "HV": 32, "K": 128, "V": 128, "C": 64, "W": 32, "WIDE": 32},
     **{"GATE": "bounded", "NORM": True, "SIGMOID": True, "DOUBLE": False},
     **{"PACKED": False, "BV": 64, "STAGES": 3, "SUMMARY": False, "SAVE": True},
-    "OUTPUTS": True,
+    **{"OUTPUTS": True},
 }
 
 

@@ -14,8 +14,8 @@ SHARED_MEMORY = 232_448  # bytes a program can have, on both
 # `kda_build.kernels`: bounded gate, any gate, scan, reverse, pairs, gradients under a
 # bounded gate, under any, one step. Lower them, not raise.
 SPILLED = {
-    90: (180, 1832, 0, 0, 0, 28, 712, 0),
-    100: (412, 560, 0, 0, 0, 0, 520, 0),
+    90: (120, 1832, 0, 0, 0, 28, 712, 0),
+    100: (308, 560, 0, 0, 0, 0, 520, 0),
 }
 
 

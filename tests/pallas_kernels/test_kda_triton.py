@@ -104,11 +104,12 @@ def test_smaller_chunks_and_plain_write_strengths(dtype):
 
 
 @pytest.mark.slow
-def test_segments_change_nothing(monkeypatch):
+@pytest.mark.parametrize("ids", [None, IDS], ids=["plain", "packed"])
+def test_segments_change_nothing(ids, monkeypatch):
     """A row cut into segments that run side by side, with summaries of each."""
     monkeypatch.setattr(plans, "LEAST_CHUNKS", 1)
     monkeypatch.setattr(plans, "PROCESSORS", 1000)
-    compare(cases.prepared("random", TIME), IDS, lower_bound=-5.0, chunk_size=16)
+    compare(cases.prepared("random", TIME), ids, lower_bound=-5.0, chunk_size=16)
 
 
 def test_cutting_time_changes_no_bit(monkeypatch):

@@ -14,11 +14,9 @@ from kimi_jax.train.batch import Batch
 from kimi_jax.train.step import State, make_train_step
 from tests import tiny
 
-# The axes over which layers exchange activations, alone, and mixtures that have every
-# axis between them.
+# Each axis alone, and mixtures that have every axis between them.
 MESHES = [
-    {"expert": 2},
-    {"context": 2},
+    *({axis: 2} for axis in ("data", "fsdp", "expert", "tensor", "context")),
     {"data": 2, "fsdp": 2, "tensor": 2},
     {"expert": 2, "context": 4},
     {"fsdp": 2, "expert": 2, "context": 2},

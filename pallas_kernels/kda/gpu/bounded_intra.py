@@ -148,7 +148,7 @@ def write_norms(q, k, norms_out, tile, scale, C: tl.constexpr, NORM: tl.constexp
     tl.store(row, q_inverse)
     tl.store(row + C, k_inverse)
     q_factor = scale * q_inverse
-    return q_factor, k_inverse, own * q_factor * k_inverse
+    return q_factor, k_inverse, own * (q_factor * k_inverse)
 
 
 @triton.jit

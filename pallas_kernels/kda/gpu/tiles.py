@@ -176,18 +176,13 @@ def codes(ids, n, at, T):
 
 
 @triton.jit
-def real_tokens(ids, n, at, T, PACKED: tl.constexpr):
-    """bool: the tokens `at` exist and are no padding."""
+def real_rows(ids, n, start, T, C: tl.constexpr, PACKED: tl.constexpr):
+    """[C] bool: the token exists and is no padding."""
+    at = start + tl.arange(0, C)
     real = at < T
     if PACKED:
         real = real & (codes(ids, n, at, T) % 2 == 1)
     return real
-
-
-@triton.jit
-def real_rows(ids, n, start, T, C: tl.constexpr, PACKED: tl.constexpr):
-    """[C] bool: `real_tokens` of a chunk."""
-    return real_tokens(ids, n, start + tl.arange(0, C), T, PACKED)
 
 
 @triton.jit
