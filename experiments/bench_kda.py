@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from experiments import gpu_trace
 from kimi_jax import hardware
 from kimi_jax.errors import UserError
 from pallas_kernels.kda import choose_implementation, kda, kda_step
@@ -228,7 +229,10 @@ def kernels(shape: tuple[int, int, int], config: ConfigDict) -> Iterator[dict]:
 
 
 def decode(name: str, batch: int, config: ConfigDict) -> Iterator[dict]:
-    """Rows for one call a token, and for many tokens in one call; state in place."""
+    """Rows for one call a token, and for many tokens in one call; state in place.
+
+    "card ms" is how long the card is busy, without what JAX takes to call it.
+    """
     x = arrays(batch, 1, config.decode_heads, config.width)
     x = {n: a[:, 0] if a.ndim > 2 else a for n, a in x.items()}
     shape = (batch, config.decode_heads, config.width, config.width)
@@ -256,7 +260,10 @@ def decode(name: str, batch: int, config: ConfigDict) -> Iterator[dict]:
 
         ms = milliseconds(run, config.rounds, calls=config.calls) / count
         case = f"{what} batch {batch}"
-        yield {"case": case, "implementation": name, "ms": ms}
+        row = {"case": case, "implementation": name, "ms": ms}
+        for kernels in gpu_trace.trace(lambda: [run() for _ in range(config.calls)]):
+            row["card ms"] = 1e-6 * gpu_trace.busy(kernels) / (count * config.calls)
+        yield row
 
 
 def milliseconds(call: Callable, rounds: int, *, calls: int = 1) -> float:

@@ -1,8 +1,6 @@
 """A whole train step on several devices: time, memory beside the plan, overlap."""
 
-import pathlib
 import statistics
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent import futures
@@ -14,14 +12,13 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from experiments import bench_generation, multi_gpu_checks
+from experiments import bench_generation, gpu_trace, multi_gpu_checks
+from experiments.gpu_trace import Span, merged, shared
 from experiments.multi_gpu_turns import Turns
 from kimi_jax import flops, hardware, hlo, plan, sharding
 from kimi_jax.config import Config
 from kimi_jax.train.program import PRE_TRAINING, compile_fast, lower_step, state_shape
 from kimi_jax.train.step import init_state, make_transform
-
-Span = tuple[float, float]
 
 
 class Program(NamedTuple):
@@ -133,31 +130,19 @@ def traces(programs: list[Program]) -> Iterator[dict]:
     for program in programs:
         compiled = program.job.result()
         state, _ = jax.block_until_ready(compiled(state, batch, go))
-        with tempfile.TemporaryDirectory(prefix="multi_gpu_") as folder:
-            with jax.profiler.trace(folder):
-                state, _ = jax.block_until_ready(compiled(state, batch, go))
-            files = pathlib.Path(folder).rglob("*.xplane.pb")
-            found = [x for file in files for x in devices_of(file)]
+        last = [state]
+
+        def call(compiled=compiled, last=last):
+            last[0], _ = made = compiled(last[0], batch, go)
+            return made
+
+        found = [overlap(kernels) for kernels in gpu_trace.trace(call)]
+        state = last[0]
         row = {
             "case": f"trace, {program.flags}",
             "implementation": sharding.describe(program.mesh),
         }
         yield row | (found[0] if found else {})
-
-
-def devices_of(trace: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """The overlap on each GPU of a trace."""
-    for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
-        if plane.name.startswith("/device:GPU"):
-            yield overlap(kernels(plane))
-
-
-def kernels(plane: Any) -> Iterator[tuple[str, Span]]:
-    """(name, start and end in ns) of what ran on the streams of a device."""
-    for line in plane.lines:
-        if line.name.startswith("Stream"):
-            for event in line.events:
-                yield event.name, (event.start_ns, event.start_ns + event.duration_ns)
 
 
 def overlap(events: Iterable[tuple[str, Span]]) -> dict[str, Any]:
@@ -178,26 +163,3 @@ def overlap(events: Iterable[tuple[str, Span]]) -> dict[str, Any]:
     if not total:
         return {}
     return {"collectives ms": total / 1e6, "hidden": shared(wire, work) / total}
-
-
-def merged(spans: list[Span]) -> list[Span]:
-    """The same times, in order and without overlaps."""
-    found: list[Span] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((start, end))
-    return found
-
-
-def shared(a: list[Span], b: list[Span]) -> float:
-    """How long both run; each in order and without overlaps."""
-    total, i, j = 0.0, 0, 0
-    while i < len(a) and j < len(b):
-        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total

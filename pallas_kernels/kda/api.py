@@ -117,14 +117,14 @@ def kda(
     if any input is). No output depends on later tokens, to the last bit.
 
     Args:
-      q, k: [B,T,H,K]. Value head hv reads head hv // (HV // H).
-      v: [B,T,HV,V], HV a multiple of H.
+      q, k, v: [B,T,H,K] twice, [B,T,HV,V]. Value head hv reads head hv // (HV // H).
       g: [B,T,HV,K], natural log of the decay, <= 0.
       beta: [B,T,HV], write strength in [0, 2].
       initial_state: [B,HV,K,V], for the first document of each row; None means 0.
       segment_ids: [B,T] integers. 0 is padding: it outputs 0 and leaves the state
         alone. A run of one positive id is a document and starts from a zero state;
-        padding never splits a run. None means one document per row.
+        padding never splits a run. An id must not return after another (unchecked
+        under `jax.jit`). None means one document per row.
       output_final_state: also return the state after the last token.
       chunk_size: 16, 32, 64 or 128; changes speed and memory, not the result.
       residuals: "all", "states" or "none": see `_KEPT`; memory against time.

@@ -7,6 +7,7 @@ from numbers import Real
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.kda.gates import Inputs, Options, accumulation_dtype
 
@@ -172,3 +173,21 @@ def _check_state_and_ids(
             f"segment_ids has dtype {segment_ids.dtype}, expected int32 with 0 for "
             "padding; convert it with .astype(jnp.int32)"
         )
+    traced = isinstance(segment_ids, jax.core.Tracer)
+    if segment_ids is not None and not traced and segment_ids.is_fully_addressable:
+        _check_no_id_returns(np.asarray(segment_ids))
+
+
+def _check_no_id_returns(ids_BT: np.ndarray) -> None:
+    """An id that stands on both sides of another would be two documents, not one."""
+    for row, ids in enumerate(ids_BT):
+        at = np.flatnonzero(ids)
+        starts = at[np.flatnonzero(np.diff(ids[at], prepend=0))]
+        found, firsts = np.unique(ids[starts], return_index=True)
+        if len(found) < len(starts):
+            again = np.setdiff1d(np.arange(len(starts)), firsts)[0]
+            raise ValueError(
+                f"segment_ids of row {row} has id {ids[starts[again]]} again at token "
+                f"{starts[again]}, after a document of another id: tokens of a "
+                "document must be neighbours; sort them, or number documents apart"
+            )

@@ -168,7 +168,7 @@ def _step(inputs, state, options):
 
     longer = Inputs(*(x[:, None] for x in inputs[:5]), *inputs[5:])
     plan = Plan(longer, None, options)
-    width = min(plan.V, 32)
+    width = min(plan.V, 64)
     arrays = {**plan.raw(inputs, None), "v": inputs.v, "state": state}
     del arrays["ids"]
     names = ("scale", "bound", "H", "HV", "K", "GATE", "NORM", "SIGMOID", "DOUBLE")

@@ -29,13 +29,14 @@ def kernels():
     from pallas_kernels.kda.gpu import bounded_intra, grads, intra, pairs, scan, step
 
     yield bounded_intra.bounded_intra_kernel, {}
+    yield bounded_intra.bounded_intra_kernel, {"PACKED": True}
     yield intra.intra_kernel, {"GATE": "softplus"}
     yield scan.scan_kernel, {}
     yield scan.reverse_kernel, {}
     yield pairs.pairs_kernel, {}
     yield grads.grads_kernel, {}
     yield grads.grads_kernel, {"GATE": "softplus", "WIDE": 0}
-    yield step.step_kernel, {"BV": 32}
+    yield step.step_kernel, {}
 
 
 def build(kernel, changes, arch: int) -> dict[str, object]:

@@ -49,6 +49,11 @@ WRONG = {
     ),
     "segment shape": ({"segment_ids": jnp.ones(T, jnp.int32)}, "[B, T] = (2, 5)"),
     "segment dtype": ({"segment_ids": jnp.ones((B, T))}, "float32, expected int32"),
+    "segment again": (
+        {"segment_ids": jnp.array([[1, 1, 2, 2, 0], [0, 3, 2, 0, 3]])},
+        "row 1 has id 3 again at token 4",
+        "number documents apart",
+    ),
     "float16": ({"v": jnp.ones((B, T, HV, V), jnp.float16)}, "v has dtype float16"),
     "integers": ({"q": jnp.ones((B, T, H, K), int)}, "q has dtype int32"),
     "chunk": ({"chunk_size": 48}, "chunk_size=48", "16, 32, 64, 128"),

@@ -21,6 +21,7 @@ from pallas_kernels.kda.gpu.tiles import (
     level_mask,
     log2_decay,
     place_of,
+    tile_pointers,
     write_strength,
 )
 
@@ -153,12 +154,10 @@ def write_norms(q, k, norms_out, tile, scale, C: tl.constexpr, NORM: tl.constexp
 
 @triton.jit
 def write_tiles(
-    q, k, since, block, first, rest, q_factor, k_inverse, b_enters, enters, leaves,
-    kq_out, kr_out, tile,
-    K: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr,
+    q, k, since, block, first, rest, q_factor, k_inverse, b, kq_out, kr_out, tile,
+    K: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
 ):
-    """Kb, Qp and Kr; returns M and P below the diagonal."""
+    """Kb, Qp and Kr; returns M and P below the diagonal. All as if of one run."""
     is_first = in_first(C, WIDE)
     ahead = UNSHIFT * tl.where(is_first, 1.0, exp2(first)[None, :])
     after = tl.where(is_first, exp2(rest)[None, :], 1.0)
@@ -169,21 +168,31 @@ def write_tiles(
     columns = tl.permute(tl.join(near, column.to(DOT)), (3, 1, 0, 2))
     columns = tl.reshape(columns, [2 * C, K])
     column *= after[None, :, :]
-    if PACKED:
-        column *= leaves[:, :, None]
     store_spread(kr_out, tile, column, C, K)
     factor = exp2_again(since)
     left = k_rows * factor
-    kb = left * b_enters[:, :, None] * ahead[None, :, :]
+    kb = left * b[:, :, None] * ahead[None, :, :]
     store_spread(kq_out, 2 * tile, kb, C, K)
     m = join_blocks(in_order(left, C, K, DOT), columns, C, WIDE, DOT)
     left = widened(q) * q_factor[:, :, None] * factor
     p = join_blocks(in_order(left, C, K, DOT), columns, C, WIDE, DOT)
     left *= ahead[None, :, :]
-    if PACKED:
-        left *= enters[:, :, None]
     store_spread(kq_out, 2 * tile + 1, left, C, K)
     return m, p
+
+
+@triton.jit
+def keep_to_runs(
+    ids, n, start, enter, leave, kq_out, kr_out, tile, T,
+    K: tl.constexpr, C: tl.constexpr,
+):
+    """Zeros rows of Kb and Qp that the state entering does not reach, and of Kr."""
+    tl.debug_barrier()  # other threads may have written these rows
+    run = codes(ids, n, start + tl.arange(0, C), T)[:, None] // 2
+    nothing = tl.zeros([C, K], kq_out.dtype.element_ty)
+    tl.store(tile_pointers(kr_out, tile, C, K), nothing, mask=run != leave)
+    tl.store(tile_pointers(kq_out, 2 * tile, C, K), nothing, mask=run != enter)
+    tl.store(tile_pointers(kq_out, 2 * tile + 1, C, K), nothing, mask=run != enter)
 
 
 @triton.jit
@@ -202,11 +211,9 @@ def bounded_intra_kernel(
     h, n, start = place_of(tile, T, HV, C)
     key = h // (HV // H)
     at, channels = start + places(C), tl.arange(0, K)
-    real, run = at < T, tl.zeros_like(at)
-    enter, leave = 0, 0
+    real, enter, leave = at < T, 0, 0
     if PACKED:
-        code = codes(ids, n, at, T)
-        real, run = real & (code % 2 == 1), code // 2
+        real = real & (codes(ids, n, at, T) % 2 == 1)
         enter, leave = borders(ids, n, start, T, C)
     # All loads before anything waits for one.
     g_tile = load_spread(g, n, start, h, real, T, HV, K, C)
@@ -232,13 +239,15 @@ def bounded_intra_kernel(
     q_factor, k_inverse, own = write_norms(
         q_tile, k_tile, norms_out, tile, scale, C, NORM
     )
-    # Numbers, not masks: a product costs less than to select.
-    enters, leaves = (run == enter).to(tl.float32), (run == leave).to(tl.float32)
     m, p = write_tiles(
-        q_tile, k_tile, since, block, first, rest, q_factor, k_inverse, b * enters,
-        enters, leaves, kq_out, kr_out, tile, K, C, WIDE, PACKED, DOT,
+        q_tile, k_tile, since, block, first, rest, q_factor, k_inverse, b, kq_out,
+        kr_out, tile, K, C, WIDE, DOT,
     )
-    run = row_in_order(run, C)
-    same = run[:, None] == run[None, :]
-    own, b = row_in_order(own, C), row_in_order(b, C)
-    finish(m, p, own, b, same, a_out, p_out, tile, C, DOT)
+    # Most chunks lie in one run, and only those that do not pay for masks.
+    if enter != leave:
+        run = codes(ids, n, start + tl.arange(0, C), T) // 2
+        same = run[:, None] == run[None, :]
+        m, p = tl.where(same, m, 0.0), tl.where(same, p, 0.0)
+    finish(m, p, row_in_order(own, C), row_in_order(b, C), a_out, p_out, tile, C, DOT)
+    if enter != leave:
+        keep_to_runs(ids, n, start, enter, leave, kq_out, kr_out, tile, T, K, C)

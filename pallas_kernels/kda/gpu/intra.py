@@ -74,13 +74,16 @@ def row_products(
 
 @triton.jit
 def finish(
-    m, p, own, b, same, a_out, p_out, tile, C: tl.constexpr, DOT: tl.constexpr,
+    m, p, own, b, a_out, p_out, tile, C: tl.constexpr, DOT: tl.constexpr,
 ):
-    """Writes A and P from pairs below the diagonal, and own [C] on that of P."""
+    """Writes A and P from pairs below the diagonal, and own [C] on that of P.
+
+    Pairs of two runs must be 0.
+    """
     i, j = grid_ij(C)
     p = tl.where(i > j, p, tl.where(i == j, own[:, None], 0.0))
-    tl.store(tile_pointers(p_out, tile, C, C), tl.where(same, p, 0.0).to(DOT))
-    lower = tl.where(same & (i > j), b[:, None] * m, 0.0)
+    tl.store(tile_pointers(p_out, tile, C, C), p.to(DOT))
+    lower = tl.where(i > j, b[:, None] * m, 0.0)
     INV: tl.constexpr = tl.float16 if tl.bfloat16 == DOT else tl.float32
     a = unit_lower_inverse(lower, C, INV)
     tl.store(tile_pointers(a_out, tile, C, C), a.to(DOT))
@@ -125,4 +128,6 @@ def intra_kernel(
         kr_out, gam_out, tile, n, start, key, T, H, K, C, DOT,
     )
     own = qk * q_factor * k_inverse
-    finish(m, p, own, b, same, a_out, p_out, tile, C, DOT)
+    if PACKED:
+        m, p = tl.where(same, m, 0.0), tl.where(same, p, 0.0)
+    finish(m, p, own, b, a_out, p_out, tile, C, DOT)
