@@ -8,7 +8,7 @@ Expect:   a falling loss in each stage, and last positions that are no worse tha
           before them.
 
 `configs/curriculum_small.py:gpu` goes 8K, 64K, 256K, 1M with a wider model, longer text
-and 50 million tokens. The text is on every machine that has this project: plays, a
+and 33 million tokens. The text is on every machine that has this project: plays, a
 document each; source trees, a document a package; and the files of more packages, which
 are the short documents.
 """
@@ -53,10 +53,10 @@ def get_config(arg=""):
 def get_stages(arg=""):
     if arg == "gpu":
         stages = [
-            _stage(8_192, 25_165_824, 262_144, "unit", 2e-3),
-            _stage(65_536, 12_582_912, 524_288, "unit", 1e-3),
-            _stage(262_144, 8_388_608, 524_288, "unit", 6e-4),
-            _stage(1_048_576, 4_194_304, 1_048_576, "nested", 4e-4),
+            _stage(8_192, 16_777_216, 262_144, "unit", 2e-3),
+            _stage(65_536, 8_388_608, 524_288, "unit", 1e-3),
+            _stage(262_144, 4_194_304, 524_288, "unit", 6e-4),
+            _stage(1_048_576, 3_145_728, 1_048_576, "nested", 4e-4),
         ]
         # Tiles of attention large enough for a GPU, as rows become fewer.
         blocks, parts = (512, 1024, 2048, 2048), (2, 4, 2, 1)
@@ -64,7 +64,7 @@ def get_stages(arg=""):
             stage["model.mla.block_size"] = block
             stage["train.micro_batches"] = micro_batches
         # Reading a million tokens is most of an evaluation.
-        stages[-1] |= {"train.eval_every": 4, "train.eval_batches": 2}
+        stages[-1] |= {"train.eval_every": 3, "train.eval_batches": 2}
     else:
         stages = [
             _stage(128, 524_288, 4_096, "none", 3e-3),
@@ -100,7 +100,7 @@ def _stage(length, tokens, batch_tokens, remat, rate):
 
 def _for_gpu(config):
     model = config.model
-    model.update(width=256, num_layers=8, dtype="bfloat16")
+    model.update(width=256, num_layers=4, dtype="bfloat16")
     model.attention = ("kda*3", "mla")
     model.kda.update(
         num_heads=2, key_dim=128, value_dim=128, gate_rank=64, chunk_size=64

@@ -76,8 +76,9 @@ def row_products(
 def finish(
     m, p, own, b, a_out, p_out, tile, C: tl.constexpr, DOT: tl.constexpr,
 ):
-    """Writes A and P from pairs below the diagonal, and own [C] on that of P.
+    """Writes A - I and P from pairs below the diagonal, and own [C] on that of P.
 
+    What A leaves as it is need not be rounded for a product: see `scan.py`.
     Pairs of two runs must be 0.
     """
     i, j = grid_ij(C)
@@ -86,6 +87,7 @@ def finish(
     lower = tl.where(i > j, b[:, None] * m, 0.0)
     INV: tl.constexpr = tl.float16 if tl.bfloat16 == DOT else tl.float32
     a = unit_lower_inverse(lower, C, INV)
+    a -= tl.where(i == j, 1.0, 0.0)
     tl.store(tile_pointers(a_out, tile, C, C), a.to(DOT))
 
 

@@ -5,8 +5,11 @@ functions that run on the CPU, one operation of numpy at a time. They are called
 from JAX, so that whatever surrounds the kernels runs as it does on a GPU.
 """
 
+import contextlib
+import ctypes
 import threading
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -103,13 +106,26 @@ def _interpret(kernel, inputs, outputs, programs, settings):
             for name, x in outputs.items()
             if name not in given
         }
-        with _ONE_AT_A_TIME:
+        with _ONE_AT_A_TIME, _small_numbers():
             kernel[(programs,)](**given, **made, **settings)
         return tuple((made | given)[name].array for name in outputs)
 
     return jax.pure_callback(
         run, tuple(outputs.values()), inputs, vmap_method="sequential"
     )
+
+
+@contextlib.contextmanager
+def _small_numbers() -> Iterator[None]:
+    """Has numpy keep denormal numbers, as a GPU does; XLA's threads take them for 0."""
+    libm = ctypes.CDLL("libm.so.6")
+    before = ctypes.create_string_buffer(64)  # more than any fenv_t
+    libm.fegetenv(before)
+    libm.fesetenv(ctypes.c_void_p(-1))  # FE_DFL_ENV
+    try:
+        yield
+    finally:
+        libm.fesetenv(before)
 
 
 class Buffer:

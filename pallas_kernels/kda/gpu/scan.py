@@ -115,7 +115,10 @@ def scan_kernel(
     BV: tl.constexpr, PACKED: tl.constexpr, SAVE: tl.constexpr, SUMMARY: tl.constexpr,
     OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """S' = gam S + Kr^T X with X = A (b V - Kb S); O = Qp S + P X."""
+    """S' = gam S + Kr^T X with X = A (b V - Kb S); O = Qp S + P X.
+
+    Memory holds A - I: only what it adds to X is a product of rounded values.
+    """
     DOT: tl.constexpr = kr.dtype.element_ty
     W: tl.constexpr = V + K if SUMMARY else V
     column, h, n, segment, piece = place(T, B, NSEG, PIECES, first_pair, HV, W, BV)
@@ -141,7 +144,8 @@ def scan_kernel(
             value = tl.where(strength[None, :] == 0.0, 0.0, value)
         if SUMMARY:
             value = tl.where(column < V, value, 0.0)
-        x = dot(value - x, a_in.load([tile * C, 0]).T, DOT).to(DOT)
+        x = value - x
+        x = (x + dot(x, a_in.load([tile * C, 0]).T, DOT)).to(DOT)
         if SAVE:
             store_tile(x_out, x.T, tile * C, column, V, C, BV)
         if OUTPUTS:
@@ -190,7 +194,7 @@ def reverse_kernel(
         upper = upper.to(DOT).T
         dx = dot(ds_dot, kr_in.load([tile * C, 0]).T, DOT)
         dx += dot(upper, p_in.load([tile * C, 0]), DOT)
-        r = dot(dx, a_in.load([tile * C, 0]), DOT).to(DOT)
+        r = (dx + dot(dx, a_in.load([tile * C, 0]), DOT)).to(DOT)
         if OUTPUTS:
             store_tile(dr, r.T, tile * C, column, V, C, BV)
         decay = tl.load(gam + tile.to(tl.int64) * K + tl.arange(0, K))
