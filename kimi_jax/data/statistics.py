@@ -108,6 +108,16 @@ def summary_rows(statistics: Sequence[Statistics]) -> list[tuple[str | int, ...]
     return rows
 
 
+def short_names(sources: Sequence[str]) -> list[str]:
+    """The ends of paths, as short as they differ: columns of full ones are too wide."""
+    parts = [source.split("/") for source in sources]
+    for depth in range(1, max(map(len, parts))):
+        short = ["/".join(part[-depth:]) for part in parts]
+        if len(set(short)) == len(sources):
+            return short
+    return list(sources)
+
+
 def length_rows(statistics: Sequence[Statistics]) -> list[tuple[str | int, ...]]:
     """A table of document lengths by source: a row for each power of two."""
     longest = max(len(cell.lengths) for cell in statistics)
@@ -117,7 +127,7 @@ def length_rows(statistics: Sequence[Statistics]) -> list[tuple[str | int, ...]]
     counts_SL = np.stack(list(counts.values()))
     first = int(np.argmax(counts_SL.any(axis=0)))
     return [
-        ("tokens a document", *counts),
+        ("tokens a document", *short_names(list(counts))),
         *(
             (f"{2**i:,} to {2 ** (i + 1) - 1:,}", *counts_SL[:, i].tolist())
             for i in range(first, longest)

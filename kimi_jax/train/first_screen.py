@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pathlib
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -32,13 +33,22 @@ def show(
         console,
         [
             ("parameters", parameter_rows(cfg.model)),
-            ("data", [(k.replace("_", " "), v) for k, v in data.summary.items()]),
+            ("data", data_rows(data)),
             *_parts(data),
             ("run", run_rows(cfg, mesh, folder, first)),
         ],
     )
     for line in statistics.warnings(data.statistics, cfg.train.seq_len):
         console.print(f"warning: {line}", markup=False, highlight=False)
+
+
+def data_rows(data: loader.Data) -> list[tuple[str, Any]]:
+    """What a run reads; several sources are counted, as the next table names them."""
+    summary = {k.replace("_", " "): v for k, v in data.summary.items()}
+    sources = {cell.source for cell in data.statistics}
+    if len(sources) > 1:
+        summary["source"] = f"{len(sources)}, see below"
+    return list(summary.items())
 
 
 def _parts(data: loader.Data) -> list[tuple[str, list]]:

@@ -110,3 +110,11 @@ def test_rows_for_the_first_screen() -> None:
         ("16 to 31", 0, 0),
         ("32 to 63", 1, 0),
     ]
+
+
+def test_names_of_columns_are_as_short_as_they_differ() -> None:
+    assert statistics.short_names(["tree:/a/b/jax", "/c/plays"]) == ["jax", "plays"]
+    assert statistics.short_names(["/a/x/1", "/b/x/1"]) == ["a/x/1", "b/x/1"]
+    assert statistics.short_names(["gs://x/1", "task:needle"]) == ["1", "task:needle"]
+    assert statistics.short_names(["/x", "x"]) == ["/x", "x"]
+    assert statistics.short_names(["a"]) == ["a"]
