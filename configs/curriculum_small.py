@@ -8,9 +8,9 @@ Expect:   a falling loss in each stage, and last positions that are no worse tha
           before them.
 
 `configs/curriculum_small.py:gpu` goes 8K, 64K, 256K, 1M with a wider model, longer text
-and 33 million tokens: 6e15 FLOPs, 8 minutes on an H200. The text is on every machine that
-has this project: plays, a document each; source trees, a document a package; and the
-files of more packages, which are the short documents.
+and 33 million tokens: 6e15 FLOPs, 8 minutes on an H200. The text is on every machine
+that has this project: plays, a document each; source trees, a document a package; and
+the files of more packages, which are the short documents.
 """
 
 import importlib.util
