@@ -100,7 +100,7 @@ def intra_kernel(
     GATE: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr, PACKED: tl.constexpr,
 ):
-    """Writes tiles of A, P, Kb = b Kp with Qp below it, Kr, and vectors gam and b.
+    """Writes tiles of A - I, P, Kb = b Kp with Qp below it, Kr, and gam and b.
 
     For `grads.py` also the factors that normalise q and k.
     """
