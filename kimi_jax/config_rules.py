@@ -36,6 +36,7 @@ def check(config: Config) -> list[str]:
     if not problems and -1 not in dataclasses.astuple(config.mesh):
         problems += sharding.misfits(config, dataclasses.asdict(config.mesh))
     problems += _mixtures(config.data)
+    problems += _seeds(config)
     problems += _cluster(config.cluster)
     problems += config_rules_watch.check(config)
     problems += config_rules_rl.check(config)
@@ -345,8 +346,6 @@ def _data(config: Config) -> Iterator[str]:
     if twice:
         yield f"config.data.sources: {twice[0]!r} is named twice; name it once"
     yield from _generated(config.data)
-    if config.evaluation.seed < 0:
-        yield f"config.evaluation.seed={config.evaluation.seed}: must be 0 or more"
     if not config.data.tokenizer:
         yield "config.data.tokenizer='': write 'bytes' or the path of a tokenizer file"
     fraction = config.data.validation_fraction
@@ -360,6 +359,14 @@ def _data(config: Config) -> Iterator[str]:
         yield "config.mesh: only one axis may be -1, which takes the devices left over"
     if config.sample.temperature < 0.0:
         yield f"config.sample.temperature={config.sample.temperature}: must be >= 0"
+
+
+def _seeds(config: Config) -> Iterator[str]:
+    """JAX's keys and numpy's generators both take 32 bits without a sign."""
+    for section in ("train", "data", "evaluation"):
+        seed = getattr(config, section).seed
+        if not 0 <= seed < 2**32:
+            yield f"config.{section}.seed={seed}: must be 0 or more, and below 2**32"
 
 
 def _generated(data: Data) -> Iterator[str]:

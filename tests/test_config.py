@@ -87,6 +87,8 @@ def test_all_problems_are_reported_at_once():
         ("cluster.processes=0", "must be at least 1"),
         ("cluster.process=-1", "must be at least 0"),
         ("cluster.timeout=0", "must be at least 1"),
+        ("train.seed=-1", "must be 0 or more, and below 2**32"),
+        ("data.seed=4294967296", "must be 0 or more, and below 2**32"),
         ("train.eval_length_multiples=4", "must begin with 1"),
         ("train.eval_length_multiples=1,4,2", "and increase, such as (1, 4)"),
         ("train.eval_length_multiples=()", "must begin with 1"),

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
+from rich.text import Text
 
 from kimi_jax import distributed, sharding
 from kimi_jax.config import Config
@@ -95,7 +96,7 @@ def run(
                 "\nallow it more `rounds`, or relax `until`, and run the same command "
                 "to go on from here"
             )
-    console.print(f"all stages are done: {root / report.PAGE}", soft_wrap=True)
+    console.print(Text(f"all stages are done: {root / report.PAGE}"), soft_wrap=True)
 
 
 def rounds_of(decisions: Sequence[Decision], stage: Stage) -> int:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
+from rich.text import Text
 
 from kimi_jax import sharding
 from kimi_jax.config import RL, Config
@@ -80,6 +81,7 @@ def reinforce(cfg: Config, path: str, *, console: Console, command: str = "") ->
     rl = _section(cfg)
     folder = pathlib.Path(path)
     mesh = sharding.make_mesh(cfg)
+    first_screen.kda_kernel(cfg, mesh)  # said before anything is written
     acting = players.rollout_mesh(cfg, mesh)
     world = players.make_world(cfg, rl.environments)
     workdir.check(folder, cfg)
@@ -106,14 +108,13 @@ def reinforce(cfg: Config, path: str, *, console: Console, command: str = "") ->
         progress.note("compiling the learner ...")
         around = functools.partial(profiler.around, finished=first)
         learner = Learner(cfg, mesh, transform, folder, metrics, progress, around)
-        variables = _variables(state, acting)
         run = _Run(
             cfg,
             rl,
             folder,
             world,
             acting,
-            players.make_rollouts(cfg, world, variables, acting),
+            players.make_rollouts(cfg, world, _variables(state, acting), acting),
             Memory(rl, world.cells, cfg.train.seed),
             learner,
             checkpoints,
@@ -128,7 +129,7 @@ def reinforce(cfg: Config, path: str, *, console: Console, command: str = "") ->
         with Interrupt("this iteration") as interrupt:
             _iterations(run, state, interrupt)
         metrics.write("run", cfg.train.steps, event="end")
-    console.print(f"report: {build_report(folder)}", soft_wrap=True)
+    console.print(Text(f"report: {build_report(folder)}"), soft_wrap=True)
 
 
 def _iterations(run: _Run, state: State, interrupt: Interrupt) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from kimi_jax import sharding
 from kimi_jax.config import Config, Train
 from kimi_jax.data import loader
+from kimi_jax.errors import UserError
 from kimi_jax.ops.cross_entropy import chunked_predictions
 from kimi_jax.ops.segments import positions_in_segments
 from kimi_jax.train.batch import Batch, batch_shape, on_mesh
@@ -80,6 +81,19 @@ class Evaluator:
         names = ("loss", "bits_per_byte", "tokens", "accuracy")
         whole = {name: first[name] for name in names if name in first}
         return {**whole, "seconds": time.monotonic() - started, "lengths": lengths}
+
+
+def check_lengths(cfg: Config, data: loader.Data) -> None:
+    """Raises UserError for windows that no held-out text could fill."""
+    held_out = data.summary.get("validation_tokens")
+    for multiple in cfg.train.eval_length_multiples[1:]:
+        length = multiple * cfg.train.seq_len
+        if isinstance(held_out, int) and length > held_out:
+            raise UserError(
+                f"config.train.eval_length_multiples: {multiple} asks for windows of "
+                f"{length:,} tokens, and the held-out text has {held_out:,}; leave it "
+                "out, or raise config.data.validation_fraction"
+            )
 
 
 def evaluate_length(

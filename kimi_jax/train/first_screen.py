@@ -11,6 +11,7 @@ from rich.console import Console
 
 from kimi_jax import accounting, config, flops, hardware, layout, sharding
 from kimi_jax.data import loader, statistics
+from kimi_jax.errors import UserError
 from kimi_jax.modules.moe import choose as choose_experts
 from kimi_jax.monitor.console import print_first_screen
 from kimi_jax.monitor.tensorboard import tensorboard_available
@@ -80,6 +81,19 @@ def layer_row(model: config.Model) -> str:
     )
 
 
+def kda_kernel(cfg: config.Config, mesh: jax.sharding.Mesh) -> tuple[str, str]:
+    """What computes KDA on the mesh, and why.
+
+    Raises:
+      UserError: the config asks for what cannot run there.
+    """
+    platform = mesh.devices.flat[0].platform
+    try:
+        return choose_implementation(cfg.model.kda.implementation, platform)
+    except ValueError as error:
+        raise UserError(f"config.model.kda.implementation: {error}") from None
+
+
 def flops_row(cfg: config.Config, device_kind: str) -> str:
     """ "2.4e+12 a step; at most 9.895e+14 a second on each NVIDIA H200"."""
     step, peak = flops.step_flops(cfg), hardware.peak_flops(device_kind)
@@ -123,7 +137,7 @@ def run_rows(
 ) -> list[tuple[str, str]]:
     """Model, mesh, kernels and why, work, where it starts, and where results go."""
     train, device = cfg.train, mesh.devices.flat[0]
-    kernel, why = choose_implementation(cfg.model.kda.implementation, device.platform)
+    kernel, why = kda_kernel(cfg, mesh)
     tokens = train.steps * train.batch_size * train.seq_len
     mirror = "on" if tensorboard_available() else "off: install tensorboardX"
     port = cfg.monitor.prometheus_port

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 import optax
 from rich.console import Console
+from rich.text import Text
 
 from kimi_jax import distributed, sharding
 from kimi_jax.config import Config
@@ -38,7 +39,7 @@ from kimi_jax.train import first_screen, workdir
 from kimi_jax.train.alarm import Alarm
 from kimi_jax.train.batch import Share, share_of_rows
 from kimi_jax.train.checkpoint import Checkpointer
-from kimi_jax.train.evaluate import Evaluator
+from kimi_jax.train.evaluate import Evaluator, check_lengths
 from kimi_jax.train.interrupt import Interrupt
 from kimi_jax.train.nonfinite import GuardedStep, text_feed
 from kimi_jax.train.profile import Profiler
@@ -93,6 +94,7 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
         console = Console(quiet=True, force_terminal=False)
         monitor = dataclasses.replace(monitor, profile="", prometheus_port=None)
     mesh = sharding.make_mesh(cfg)
+    first_screen.kda_kernel(cfg, mesh)  # said before anything is written
     share = distributed.on_all(
         "dealing out rows",
         lambda: share_of_rows(sharding.batch_sharding(mesh), cfg.train.batch_size),
@@ -132,7 +134,7 @@ def train(cfg: Config, path: str, *, console: Console, command: str = "") -> Non
     report = distributed.on_leader(
         "report", lambda: str(build_report(folder)), timeout=READ_SECONDS
     )
-    console.print(f"report: {report}", soft_wrap=True)
+    console.print(Text(f"report: {report}"), soft_wrap=True)
 
 
 def _prepare(
@@ -147,6 +149,7 @@ def _prepare(
     def prepare() -> dict[str, Any]:
         workdir.check(folder, cfg)
         made.append(_load_data(cfg, folder, console))
+        check_lengths(cfg, made[0])
         resumable = workdir.claim(folder, cfg)
         return {"resumable": resumable, "identity": made[0].identity}
 

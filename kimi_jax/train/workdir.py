@@ -73,6 +73,26 @@ def hold(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Any]
     )
 
 
+def _check_name(workdir: pathlib.Path) -> None:
+    """Refuses what the library that writes checkpoints would take for something else.
+
+    It looks for its own files by a pattern that begins with the folder's name, and
+    leaves a checkpoint unfinished where that matches nothing.
+    """
+    if "://" in os.fspath(workdir) or ":/" in os.fspath(workdir):
+        raise UserError(
+            f"--workdir={workdir}: a workdir is a folder of this machine, or of a disk "
+            "that all hosts share; name one without ://"
+        )
+    odd = sorted(set("*?[]") & set(os.path.abspath(workdir)))
+    if odd:
+        raise UserError(
+            f"--workdir={workdir}: {' '.join(odd)} would be read as a pattern where "
+            f"checkpoints are written to {os.path.abspath(workdir)}; name a folder "
+            "without"
+        )
+
+
 def check(path: str | os.PathLike[str], config: Config) -> bool:
     """Whether a run of `config` is in `path` to resume. Writes nothing.
 
@@ -80,6 +100,7 @@ def check(path: str | os.PathLike[str], config: Config) -> bool:
       UserError: the folder holds something else, or a run with another config.
     """
     workdir = pathlib.Path(path)
+    _check_name(workdir)
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file; name a folder")
     marker = workdir / CONFIG
@@ -88,9 +109,13 @@ def check(path: str | os.PathLike[str], config: Config) -> bool:
         if workdir.exists() and any(
             not p.name.startswith(".") and p.name != TOKENS for p in workdir.iterdir()
         ):
+            mend = "name another folder"
+            if (workdir / "checkpoints").is_dir():
+                mend += ', or copy "config" out of checkpoints/N/about.json to '
+                mend += f"{marker}"
             raise UserError(
-                f"--workdir={workdir} is not empty and holds no run; name another "
-                "folder, nothing was written"
+                f"--workdir={workdir} is not empty and holds no run, as it has no "
+                f"{CONFIG}; {mend}; nothing was written"
             )
         return False
     stored = _read(marker)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kda import mosaic_tpu, target, triton
-from pallas_kernels.kda.checks import check_arrays, check_options
+from pallas_kernels.kda.checks import check_arrays, check_ids_fit, check_options
 from pallas_kernels.kda.gates import Inputs, Options, accumulation_dtype, prepare
 from pallas_kernels.kda.reference import kda_reference, update
 from pallas_kernels.kda.segments import Runs, find_runs
@@ -139,7 +139,7 @@ def kda(
       ValueError: a shape, dtype or setting that does not fit, and how to mend it.
     """
     inputs = _inputs(q, k, v, g, beta, A_log, dt_bias)
-    state, ids = _optional(initial_state), _optional(segment_ids)
+    state, ids = _optional(initial_state), _checked_ids(segment_ids)
     check_arrays(inputs, state, ids, lead=("B", "T"))
     flags = use_gate_in_kernel, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval
     scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
@@ -184,6 +184,8 @@ def kda_step(
     Raises:
       ValueError: a shape, dtype or setting that does not fit, and how to mend it.
     """
+    if state is None:
+        raise ValueError("state is None; begin with jnp.zeros of [B, HV, K, V]")
     inputs = _inputs(q, k, v, g, beta, A_log, dt_bias)
     state = jnp.asarray(state)
     check_arrays(inputs, state, None, lead=("B",), state_name="state")
@@ -257,8 +259,16 @@ def _inputs(
     A_log: Array | None,
     dt_bias: Array | None,
 ) -> Inputs:
-    q, k, v, g, beta = (jnp.asarray(x) for x in (q, k, v, g, beta))
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    if missing := [name for name, x in given.items() if x is None]:
+        raise ValueError(f"{', '.join(missing)} is None; pass an array")
+    q, k, v, g, beta = map(jnp.asarray, given.values())
     return Inputs(q, k, v, g, beta, _optional(A_log), _optional(dt_bias))
+
+
+def _checked_ids(segment_ids: Array | None) -> Array | None:
+    check_ids_fit(segment_ids)  # before they are int32
+    return _optional(segment_ids)
 
 
 def _optional(x: Array | None) -> Array | None:

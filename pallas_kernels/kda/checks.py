@@ -3,6 +3,7 @@
 Each message names the argument, what came, what was expected and how to mend it.
 """
 
+import math
 from numbers import Real
 
 import jax
@@ -70,14 +71,17 @@ def check_options(inputs: Inputs, options: Options) -> None:
                 f"{name}={number!r} is not a Python number; it is compiled in, so it "
                 "cannot be an array"
             )
+        if number is not None and not math.isfinite(number):
+            raise ValueError(f"{name}={number}: must be finite")
     if bound is not None and not LOWEST_BOUND <= bound < 0:
         raise ValueError(
             f"lower_bound={bound} is outside [{LOWEST_BOUND}, 0): below it 16 tokens "
             "overflow float32; use None for an unbounded gate"
         )
-    if options.chunk_size not in CHUNK_SIZES:
+    chunk = options.chunk_size
+    if chunk not in CHUNK_SIZES or not isinstance(chunk, int):
         raise ValueError(
-            f"chunk_size={options.chunk_size} is not supported; use one of "
+            f"chunk_size={chunk!r} is not supported; use one of the integers "
             f"{', '.join(map(str, CHUNK_SIZES))}"
         )
     gate_parameters = inputs.A_log is not None or inputs.dt_bias is not None
@@ -109,9 +113,10 @@ def _sizes(inputs: Inputs, lead: tuple[str, ...]) -> Sizes:
                 f"{name} has shape {array.shape}, expected {len(axes)} axes "
                 f"[{', '.join(axes)}]; heads come after time, as in [B, T, H, D]"
             )
-        if 0 in array.shape[len(lead) :]:
+        if 0 in (array.shape[0], *array.shape[len(lead) :]):
             raise ValueError(
-                f"{name} has shape {array.shape}; heads and head width must not be 0"
+                f"{name} has shape {array.shape}; rows, heads and head width must not "
+                "be 0"
             )
     sizes = dict(zip(lead, inputs.q.shape[: len(lead)], strict=True))
     sizes["H"], sizes["K"] = inputs.q.shape[-2:]
@@ -176,6 +181,25 @@ def _check_state_and_ids(
     traced = isinstance(segment_ids, jax.core.Tracer)
     if segment_ids is not None and not traced and segment_ids.is_fully_addressable:
         _check_no_id_returns(np.asarray(segment_ids))
+
+
+def check_ids_fit(segment_ids: object) -> None:
+    """Raises ValueError for ids that int32 would turn into others, or below 0."""
+    if segment_ids is None or isinstance(segment_ids, jax.core.Tracer):
+        return
+    if not getattr(segment_ids, "is_fully_addressable", True):
+        return
+    ids = np.asarray(segment_ids)
+    largest = np.iinfo(np.int32).max
+    if ids.dtype.kind not in "iu":
+        return
+    wrong = np.argwhere((ids < 0) | (ids > largest))
+    if len(wrong):
+        at = tuple(wrong[0].tolist())
+        raise ValueError(
+            f"segment_ids has {ids[at]} at {list(at)}, expected 0 for padding and 1 to "
+            f"{largest} for documents; number them anew"
+        )
 
 
 def _check_no_id_returns(ids_BT: np.ndarray) -> None:

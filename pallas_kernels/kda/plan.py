@@ -26,8 +26,9 @@ PIECE_COST = 0.02
 class Chunks(NamedTuple):
     """Tiles a = A - I and p [N,C,C]; kq [N,2,C,K] of Kb and Qp; kr [N,C,K].
 
-    gam [N,K] decays through the chunk, b [N,C] is the write strength. norms [N,2,C] normalise q and k; sums [N,2,K] are log2 decays, where the gate is
-    bounded. N counts batch rows, chunks and value heads, the last fastest.
+    gam [N,K] decays through the chunk, b [N,C] is the write strength. norms [N,2,C]
+    normalise q and k; sums [N,2,K] are log2 decays, where the gate is bounded. N counts
+    batch rows, chunks and value heads, the last fastest.
     """
 
     a: Array

@@ -1,5 +1,7 @@
 """Evaluation by position against a sum in numpy over the losses of single tokens."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from kimi_jax import sharding
 from kimi_jax.data.loader import make_data
 from kimi_jax.data.tokenizer import ByteTokenizer
+from kimi_jax.errors import UserError
 from kimi_jax.modules import transformer
 from kimi_jax.train import evaluate
 from kimi_jax.train.batch import on_mesh
@@ -140,3 +143,13 @@ def test_answers_that_are_right_are_counted_by_bin():
     record = evaluate.summarise(sums, (1, 2, 4), 4)
     assert record["accuracy"] == 0.5
     assert record["position_accuracy"] == {"1": 1.0, "4": pytest.approx(1 / 3)}
+
+
+def test_windows_longer_than_the_held_out_text_are_named():
+    cfg = tiny.make(*OVERRIDES, "train.eval_length_multiples=1,4,5")
+    data = types.SimpleNamespace(summary={"validation_tokens": 96})
+    with pytest.raises(UserError, match=r"5 asks for windows of 120 tokens.* has 96"):
+        evaluate.check_lengths(cfg, data)
+    evaluate.check_lengths(tiny.make(*OVERRIDES), data)
+    generated = types.SimpleNamespace(summary={})
+    evaluate.check_lengths(cfg, generated)

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from kimi_jax import sharding
+from kimi_jax.errors import UserError
 from kimi_jax.modules import moe
 from kimi_jax.train import first_screen
 from tests import tiny
@@ -54,3 +55,10 @@ def test_the_choice_is_that_of_the_layer(sizes, monkeypatch):
         )
     said, *traced = asked
     assert traced and set(traced) == {said}
+
+
+def test_a_kernel_that_cannot_run_is_named_with_its_field(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    cfg = tiny.make("model.kda.implementation=triton")
+    with pytest.raises(UserError, match=r"config\.model\.kda\.implementation: .*GPU"):
+        first_screen.kda_kernel(cfg, sharding.make_mesh(cfg))

@@ -49,3 +49,19 @@ def test_a_run_from_before_a_field_goes_on(tmp_path):
     marker.write_text(json.dumps(stored))
     with pytest.raises(UserError, match=r"config\.model\.width: absent in the workdir"):
         workdir.check(tmp_path, cfg)
+
+
+def test_a_name_that_is_a_pattern_or_far_away_is_refused(tmp_path):
+    cfg = tiny.make()
+    for name in ("b[1]", "what?", "a*"):
+        with pytest.raises(UserError, match="would be read as a pattern"):
+            workdir.check(tmp_path / name, cfg)
+    with pytest.raises(UserError, match="without ://"):
+        workdir.check("gs://bucket/run", cfg)
+    assert not workdir.check(tmp_path / "a $ü 'b'", cfg)
+
+
+def test_a_run_whose_config_is_gone_says_where_it_is(tmp_path):
+    (tmp_path / "checkpoints" / "30").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"has no config.json.*checkpoints/N/about"):
+        workdir.check(tmp_path, tiny.make())
