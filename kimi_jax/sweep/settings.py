@@ -61,14 +61,20 @@ def make_settings(
         a line for each problem.
     """
     _check_form(hyper)
-    settings, problems = [], []
+    settings = []
+    found: dict[str, list[str]] = {}  # the settings with each problem
     for number, overrides in enumerate(hyper, 1):
         try:
             settings.append(_make(overrides, load, argument, common))
         except UserError as error:
             lines = getattr(error, "problems", None) or str(error).splitlines()
             head = f"setting {number} ({describe(overrides)})"
-            problems += [f"{head}: {line}" for line in lines]
+            for line in lines:
+                found.setdefault(line, []).append(head)
+    problems = [
+        f"{head}{f' and {len(rest)} more' * bool(rest)}: {line}"
+        for line, (head, *rest) in found.items()
+    ]
     problems += _doubles(settings)
     if problems:
         rest = len(problems) - _SHOWN

@@ -110,6 +110,14 @@ def test_what_is_wrong_with_a_sweep_is_named_before_anything_runs(hyper, words):
         settings.make_settings(hyper, load)
 
 
+def test_what_is_wrong_with_many_settings_is_said_once():
+    with pytest.raises(UserError) as caught:
+        settings.make_settings([{"train.sed": 1}, {}, {"train.sed": 2}], load)
+    assert str(caught.value).count("did you mean") == 1
+    assert "1 problem;" in str(caught.value)
+    assert "setting 1 (sed=1) and 1 more: " in str(caught.value)
+
+
 def test_the_command_line_may_not_fight_with_the_sweep():
     with pytest.raises(UserError, match="the sweep sets it itself"):
         make({"train.seed": 1}, common=["train.seed=2"])
