@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,7 +80,7 @@ def _check_name(workdir: pathlib.Path) -> None:
     It looks for its own files by a pattern that begins with the folder's name, and
     leaves a checkpoint unfinished where that matches nothing.
     """
-    if "://" in os.fspath(workdir) or ":/" in os.fspath(workdir):
+    if re.match(r"[a-z][a-z0-9]+:/", os.fspath(workdir)):  # a Path has one slash
         raise UserError(
             f"--workdir={workdir}: a workdir is a folder of this machine, or of a disk "
             "that all hosts share; name one without ://"
