@@ -4,7 +4,7 @@ Each message names the argument, what came, what was expected and how to mend it
 """
 
 import math
-from numbers import Integral, Real
+from numbers import Real
 
 import jax
 import jax.numpy as jnp
@@ -78,8 +78,8 @@ def check_options(inputs: Inputs, options: Options) -> None:
             f"lower_bound={bound} is outside [{LOWEST_BOUND}, 0): below it 16 tokens "
             "overflow float32; use None for an unbounded gate"
         )
-    chunk: object = options.chunk_size
-    if chunk not in CHUNK_SIZES or not isinstance(chunk, Integral):
+    chunk = options.chunk_size
+    if chunk not in CHUNK_SIZES or not isinstance(chunk, (int, np.integer)):
         raise ValueError(
             f"chunk_size={chunk!r} is not supported; use one of the integers "
             f"{', '.join(map(str, CHUNK_SIZES))}"
