@@ -9,6 +9,7 @@ reported together with its fix.
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib.util
 import inspect
 import os
@@ -34,6 +35,14 @@ _FIELDS = """\
 
 With --config=FILE --help tells what that file is for as well.
 """
+
+
+_MEND = {
+    errno.EROFS: "; name a folder on a disk that can be written to",
+    errno.EACCES: "; name a folder that you may write to, or change its permissions",
+    errno.ENOTDIR: "; a folder of that path is a file, name another",
+    errno.ENOSPC: "; free some space, or name a folder on another disk",
+}
 
 
 def run(
@@ -89,7 +98,8 @@ def run(
         except OSError as error:
             if error.filename is None:
                 raise
-            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+            mend = _MEND.get(error.errno or 0, "")
+            print(f"error: {error.filename}: {error.strerror}{mend}", file=sys.stderr)
             distributed.leave(1)
             return 1
 

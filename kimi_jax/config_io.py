@@ -242,7 +242,9 @@ def _build(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
         )
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if type(value) is not kind:
+    if kind is float and str(value).strip("+-").lower() in ("nan", "inf", "infinity"):
+        problems.append(f"{path}={value}: must be a finite number")
+    elif type(value) is not kind:
         got = type(value).__name__
         problems.append(f"{path}={value!r}: must be {kind.__name__}, is {got}")
     return value
