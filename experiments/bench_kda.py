@@ -262,7 +262,8 @@ def decode(name: str, batch: int, config: ConfigDict) -> Iterator[dict]:
         ms = milliseconds(run, config.rounds, calls=config.calls) / count
         case = f"{what} batch {batch}"
         row = {"case": case, "implementation": name, "ms": ms}
-        for kernels in gpu_trace.trace(lambda: [run() for _ in range(config.calls)]):
+        _, devices = gpu_trace.trace(lambda: [run() for _ in range(config.calls)])
+        for kernels in devices:
             row["card ms"] = 1e-6 * gpu_trace.busy(kernels) / (count * config.calls)
         yield row
 

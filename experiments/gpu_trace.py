@@ -11,13 +11,14 @@ Span = tuple[float, float]
 Kernels = list[tuple[str, Span]]
 
 
-def trace(call: Callable[[], Any]) -> list[Kernels]:
-    """Calls once; returns (name, start and end in ns) of the kernels of each GPU."""
+def trace(call: Callable[[], Any]) -> tuple[Any, list[Kernels]]:
+    """What a call returns; and of each GPU its kernels: name, start and end in ns."""
     with tempfile.TemporaryDirectory(prefix="kimi_jax_trace_") as folder:
         with jax.profiler.trace(folder):
-            jax.block_until_ready(call())
+            result = jax.block_until_ready(call())
         files = pathlib.Path(folder).rglob("*.xplane.pb")
-        return [list(_kernels(plane)) for file in files for plane in _gpus(file)]
+        found = [list(_kernels(plane)) for file in files for plane in _gpus(file)]
+    return result, found
 
 
 def _gpus(file: pathlib.Path) -> Iterator[Any]:

@@ -130,14 +130,8 @@ def traces(programs: list[Program]) -> Iterator[dict]:
     for program in programs:
         compiled = program.job.result()
         state, _ = jax.block_until_ready(compiled(state, batch, go))
-        last = [state]
-
-        def call(compiled=compiled, last=last):
-            last[0], _ = made = compiled(last[0], batch, go)
-            return made
-
-        found = [overlap(kernels) for kernels in gpu_trace.trace(call)]
-        state = last[0]
+        (state, _), devices = gpu_trace.trace(partial(compiled, state, batch, go))
+        found = [overlap(kernels) for kernels in devices]
         row = {
             "case": f"trace, {program.flags}",
             "implementation": sharding.describe(program.mesh),

@@ -178,21 +178,25 @@ def _check_state_and_ids(
             f"segment_ids has dtype {segment_ids.dtype}, expected int32 with 0 for "
             "padding; convert it with .astype(jnp.int32)"
         )
-    traced = isinstance(segment_ids, jax.core.Tracer)
-    if segment_ids is not None and not traced and segment_ids.is_fully_addressable:
-        _check_no_id_returns(np.asarray(segment_ids))
+    if (ids := _values(segment_ids)) is not None:
+        _check_no_id_returns(ids)
+
+
+def _values(segment_ids: object) -> np.ndarray | None:
+    """Ids that have values here: not those under `jax.jit`, nor of other processes."""
+    if segment_ids is None or isinstance(segment_ids, jax.core.Tracer):
+        return None
+    if not getattr(segment_ids, "is_fully_addressable", True):
+        return None
+    return np.asarray(segment_ids)
 
 
 def check_ids_fit(segment_ids: object) -> None:
     """Raises ValueError for ids that int32 would turn into others, or below 0."""
-    if segment_ids is None or isinstance(segment_ids, jax.core.Tracer):
+    ids = _values(segment_ids)
+    if ids is None or ids.dtype.kind not in "iu":
         return
-    if not getattr(segment_ids, "is_fully_addressable", True):
-        return
-    ids = np.asarray(segment_ids)
     largest = np.iinfo(np.int32).max
-    if ids.dtype.kind not in "iu":
-        return
     wrong = np.argwhere((ids < 0) | (ids > largest))
     if len(wrong):
         at = tuple(wrong[0].tolist())

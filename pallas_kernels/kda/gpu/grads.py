@@ -141,7 +141,7 @@ def level_grads(
     HV: tl.constexpr, K: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, DOT: tl.constexpr,
 ):
-    """Any gate: does what `wide_grads` does."""
+    """Any gate: does what `wide_grads` does; its dG misses nothing."""
     k_rows = k.to(tl.float32) * k_inverse[:, None]
     q_unit = q.to(tl.float32) * q_inverse[:, None]
     q_rows = scale * q_unit
@@ -282,13 +282,13 @@ def wide_grads(
     C: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr,
     RISE: tl.constexpr, DOT: tl.constexpr,
 ):
-    """Bounded gate: writes dq, dk. Returns dG, rise . k, and what its last row gets.
+    """Bounded gate: writes dq, dk.
 
-    dG takes rounded factors, so that rows and columns cancel in its sum over tokens.
-    What the rounding of a factor takes away still belongs to one token for certain, the
-    row itself or the one after the column, as all its pairs reach over that token.
-    That comes second, to be added to the sum. Without it the gradient of A_log, one
-    number a head, is off by up to 8e-3.
+    Returns dG, what its sum over later tokens misses, rise . k, and what its last row
+    gets. dG takes rounded factors, so that rows and columns cancel in that sum. What a
+    rounding takes away still belongs to one token for certain, the row itself or the
+    one after the column, as all its pairs reach over it. Without it the gradient of
+    A_log, one number a head, is off by up to 8e-3.
     """
     i, _ = grid_ij(C)
     since = sum_rows(lower, decay, DOT) - tl.where(i < WIDE, 0.0, first[None, :])
