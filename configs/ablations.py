@@ -4,20 +4,33 @@ Question: does a mechanism do here what its paper says it does?
 Command:  python -m experiments.sweep --config=configs/ablations.py:gate \
               --workdir=runs/ablations/gate --run=local:2     # then --collect
 Cost:     at most 30 minutes a row on 2 CPU cores, all settings and seeds together; but
-          hybrid, positions, balancing and residuals are for a GPU (--run=local:8).
+          hybrid, positions_far, balancing_896 and residuals are for a GPU
+          (--run=local:15).
 Expect:   docs/ablations.md.
 
-Rows: gate, granularity, hybrid, positions, balancing, sensitivity, residuals, latent,
-activation, muon. `:mqar` is the model of recall that they change, `:text` that of text,
-and `:needle` the latter trained to find a number in generated prose.
+Rows: gate, granularity, hybrid, positions, positions_far, balancing, balancing_896,
+sensitivity, residuals, latent, activation, muon. `:mqar` is the model of recall that
+they change, `:text` that of text, and `:needle` the latter trained to find a number in
+generated prose.
 """
 
 from configs import common, mqar
-from configs.hyper import chain, grid, product, seeds
+from configs.hyper import chain, grid, product, seeds, zipped
 
 SEEDS = 3
 RECALL, TEXT, NEEDLE = (grid("arg", name) for name in ("mqar", "text", "needle"))
 BOTH = grid("arg", "mqar", "text")
+_POSITIONS = grid("model.mla.positions", "none", "rope")
+_FAR = {"train.eval_length_multiples": (1, 4, 16)}
+_METHODS = grid(
+    "model.moe.balancing.method",
+    "quantile",
+    "quantile_exact",
+    "load_quantile",
+    "sign",
+    "aux_loss",
+    "none",
+)
 
 
 def get_config(arg=""):
@@ -100,33 +113,31 @@ def _hybrid():
 
 
 def _positions():
-    """Attention without positions reads on past the training length, 16 times."""
-    far = {"train.eval_length_multiples": (1, 4, 16)}
+    """Attention without positions reads on past the training length."""
+    # At 256 tokens: at 1,024 this model has not learned it in as many steps.
+    needle = {"train.eval_every": 100, "train.eval_batches": 2}
+    tasks = chain(RECALL, product(NEEDLE, [needle | _FAR]))
+    return product(tasks, _POSITIONS)
+
+
+def _positions_far():
+    """The same of text: trained on 1,024 tokens, read to 16,384."""
     long = {"train.seq_len": 1024, "train.batch_size": 8, "train.eval_batches": 8}
-    tasks = chain(
-        RECALL,
-        product(TEXT, [far | long | {"model.mla.block_size": 512}]),
-        # At 256 tokens: at 1,024 this model has not learned it in as many steps.
-        product(NEEDLE, [far | {"train.eval_every": 100, "train.eval_batches": 2}]),
-    )
-    return product(tasks, grid("model.mla.positions", "none", "rope"))
+    return product(TEXT, [long | _FAR | {"model.mla.block_size": 512}], _POSITIONS)
 
 
 def _balancing():
-    """Quantile balancing is steadier than the others, at any number of experts."""
-    methods = (
-        "quantile",
-        "quantile_exact",
-        "load_quantile",
-        "sign",
-        "aux_loss",
-        "none",
-    )
-    sizes = [
-        {"model.moe.num_experts": experts, "model.moe.num_active": active}
-        for experts, active in ((16, 2), (64, 4), (896, 16))
-    ]
-    return product(TEXT, chain(sizes), grid("model.moe.balancing.method", *methods))
+    """Quantile balancing is steadier than the others."""
+    return product(TEXT, chain(_experts(16, 2), _experts(64, 4)), _METHODS)
+
+
+def _balancing_896():
+    """The same with as many experts as Kimi K3 has."""
+    return product(TEXT, _experts(896, 16), _METHODS)
+
+
+def _experts(count, active):
+    return [{"model.moe.num_experts": count, "model.moe.num_active": active}]
 
 
 def _sensitivity():
@@ -143,17 +154,27 @@ def _sensitivity():
             )
         )
     )
-    size = [{"model.moe.num_experts": 64, "model.moe.num_active": 4}]
-    return product(TEXT, size, dials)
+    return product(TEXT, _experts(64, 4), dials)
 
 
 def _residuals():
-    """Attention residuals help, and more so with depth."""
+    """Attention residuals help, and more so with depth; at equal compute."""
     kinds = chain(
         grid("model.residual.kind", "none"),
         grid("model.residual.block_size", 2.0, 0.5),
     )
-    return product(TEXT, grid("model.num_layers", 6, 12, 24), kinds)
+    # Reading all blocks costs FLOPs: at a depth, each kind spends as many in all.
+    steps = {6: (250, 247, 242), 12: (250, 245, 236), 24: (250, 242, 224)}
+    depths = chain(
+        *(
+            product(
+                grid("model.num_layers", depth),
+                zipped(kinds, grid("train.steps", *equal)),
+            )
+            for depth, equal in steps.items()
+        )
+    )
+    return product(TEXT, depths)
 
 
 def _latent():
@@ -194,7 +215,9 @@ ROWS = {
     "granularity": _granularity,
     "hybrid": _hybrid,
     "positions": _positions,
+    "positions_far": _positions_far,
     "balancing": _balancing,
+    "balancing_896": _balancing_896,
     "sensitivity": _sensitivity,
     "residuals": _residuals,
     "latent": _latent,

@@ -1,5 +1,6 @@
 """Every experiment file builds, says what it is for, and K3 has its published size."""
 
+import collections
 import dataclasses
 import math
 import pathlib
@@ -9,7 +10,7 @@ import jax
 import pytest
 
 from experiments import bench, weights
-from kimi_jax import accounting, canonical, config_io, layout, sharding
+from kimi_jax import accounting, canonical, config_io, flops, layout, sharding
 from kimi_jax.curriculum.stages import make_stages
 from kimi_jax.modules import vision
 from kimi_jax.sweep.settings import make_settings
@@ -65,7 +66,7 @@ def test_the_stages_of_a_curriculum_grow(name, arguments, lengths):
 
 def test_every_row_of_the_ablations_is_a_sweep():
     module = runpy.run_path("configs/ablations.py")
-    assert len(module["ROWS"]) == 10
+    assert len(module["ROWS"]) == 12
     for row, said in module["ROWS"].items():
         settings = make_settings(
             module["get_hyper"](row), module["get_config"], argument=row
@@ -74,6 +75,24 @@ def test_every_row_of_the_ablations_is_a_sweep():
         assert said.__doc__ and row in module["__doc__"]
     with pytest.raises(ValueError, match="name a row, of gate, "):
         module["get_hyper"]("gates")
+
+
+def test_residuals_are_compared_at_equal_compute():
+    module = runpy.run_path("configs/ablations.py")
+    spent = collections.defaultdict(list)
+    for setting in make_settings(
+        module["get_hyper"]("residuals"), module["get_config"], argument="residuals"
+    ):
+        cfg = setting.config
+        total = cfg.train.steps * flops.step_flops(cfg)
+        spent[cfg.model.num_layers].append(total)
+    assert {depth: len(totals) for depth, totals in spent.items()} == {
+        6: 9,
+        12: 9,
+        24: 9,
+    }
+    for totals in spent.values():
+        assert max(totals) / min(totals) < 1.004  # a step is 1/250
 
 
 @pytest.mark.parametrize("path", BENCHES, ids=lambda path: path.stem)

@@ -4,6 +4,9 @@ Each is the command that a person would type, in a session of its own, so that C
 reaches it once and through us: it then saves and ends. A second Ctrl-C ends the runs at
 once. Every run inherits a lock on the sweep's folder, so that a second sweep cannot
 start what is still running, even if the first one was killed.
+
+Seeds of a setting compile the same programs, so runs share what they compile while the
+sweep is at work; not longer, as a machine with other instructions may go on with it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import contextlib
 import glob
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import time
@@ -24,6 +28,7 @@ from kimi_jax.sweep.state import Progress
 from kimi_jax.train.interrupt import Interrupt
 
 LOCK = ".lock"
+COMPILED = ".compiled"
 _POLL_SECONDS = 0.1
 _LOOK_SECONDS = 1.0
 
@@ -61,7 +66,9 @@ class Pool:
         self, root: pathlib.Path, index: state.Index, workers: int, watch: Watch
     ):
         self._root, self._index, self._watch = root, index, watch
-        self._environments = environments(workers, os.environ, _gpus())
+        self._compiled = root / COMPILED
+        shared = {"JAX_COMPILATION_CACHE_DIR": str(self._compiled), **os.environ}
+        self._environments = environments(workers, shared, _gpus())
         # Lists: the live table reads them from a thread of its own.
         self._waiting: list[Job] = []
         self._running: list[Running] = []
@@ -80,6 +87,8 @@ class Pool:
             locked(self._root / LOCK, _taken(self._root)) as lock,
             Interrupt() as interrupt,
         ):
+            # What a sweep that was killed has left.
+            shutil.rmtree(self._compiled, ignore_errors=True)
             try:
                 self._loop(lock, interrupt)
             except BaseException:
@@ -88,6 +97,8 @@ class Pool:
                 for running in self._running:
                     running.process.wait()
                 raise
+            finally:
+                shutil.rmtree(self._compiled, ignore_errors=True)
             return interrupt.requested
 
     def eta(self) -> float | None:

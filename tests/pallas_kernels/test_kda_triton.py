@@ -86,20 +86,36 @@ def test_hard_inputs(kind):
 def test_sums_over_tokens_are_as_exact_as_what_they_sum(monkeypatch):
     """A_log's gradient is one number a head, of all tokens' terms of both signs.
 
-    Relative errors of norms, as in docs/kda_gpu.md.
+    Errors as in docs/kda_gpu.md: norms, relative to float64 on the rounded inputs. They
+    scatter by half, so the bounds below 5e-3 are for the mean of squares of four draws.
     """
     monkeypatch.setattr(cases, "B", 1)
     monkeypatch.setattr(cases, "HV", 8)
-    x = cases.rounded(cases.raw(128), "bfloat16")
     settings = {**cases.IN_KERNEL, "lower_bound": -5.0}
-    expected = cases.run(x, implementation="reference", **settings)
-    got = cases.run(x, dtype="bfloat16", implementation="triton", **settings)
-    error = {
-        name: np.linalg.norm(got[name] - y) / np.linalg.norm(y)
-        for name, y in expected.items()
-    }
-    assert max(error["dA_log"], error["ddt_bias"], error["dg"]) < 3.6e-3
-    assert max(error.values()) < 4e-3
+    draw, found = cases.draw, []
+    for first in (0, 100, 200, 300):
+        monkeypatch.setattr(
+            cases,
+            "draw",
+            lambda seed, *shape, first=first: draw(first + seed, *shape),
+        )
+        x = cases.rounded(cases.raw(128), "bfloat16")
+        do, dstate = cases.cotangents(128)
+        out = (cases.rounded({"do": do}, "bfloat16")["do"], dstate)
+        expected = cases.run(x, out=out, implementation="reference", **settings)
+        got = cases.run(
+            x, out=out, dtype="bfloat16", implementation="triton", **settings
+        )
+        found.append(
+            {
+                name: np.linalg.norm(got[name] - y) / np.linalg.norm(y)
+                for name, y in expected.items()
+            }
+        )
+    assert max(max(error.values()) for error in found) < 5e-3
+    bounds = {"dA_log": 4e-3, "ddt_bias": 3.3e-3, "dg": 3.3e-3}
+    for name, bound in bounds.items():
+        assert np.sqrt(np.mean([error[name] ** 2 for error in found])) < bound, name
 
 
 @pytest.mark.parametrize("kind", ["floor", "steps", *REPEATING])

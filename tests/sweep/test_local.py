@@ -117,6 +117,38 @@ def test_one_sweep_at_a_time(tmp_path):
     pool(tmp_path).run([])
 
 
+def test_runs_share_what_they_compile_until_the_sweep_ends(tmp_path, monkeypatch):
+    note = (
+        "import os, pathlib, sys; "
+        "cache = pathlib.Path(os.environ['JAX_COMPILATION_CACHE_DIR']); "
+        "cache.mkdir(parents=True, exist_ok=True); "
+        "print(cache, len([*cache.iterdir()]), file=open(sys.argv[1], 'w')); "
+        "(cache / 'program').write_text('')"
+    )
+
+    said = {name: str(tmp_path / f"{name}.txt") for name in ("first", "second")}
+
+    def notes():
+        jobs = [
+            local.Job(name, name, [sys.executable, "-Ic", note, said[name]], 1, 1.0)
+            for name in said
+        ]
+        pool(tmp_path, 1).run(jobs)
+        return [pathlib.Path(path).read_text().split() for path in said.values()]
+
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    mine = tmp_path / local.COMPILED
+    # A sweep that was killed has left something of another machine.
+    mine.mkdir()
+    (mine / "old").write_text("")
+    assert notes() == [[str(mine), "0"], [str(mine), "1"]]
+    assert not mine.exists()
+    # A folder that the user has named is used, and stays.
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "ours"))
+    assert notes() == [[str(tmp_path / "ours"), "0"], [str(tmp_path / "ours"), "1"]]
+    assert (tmp_path / "ours" / "program").exists()
+
+
 def test_the_eta_weighs_runs_by_their_work(tmp_path):
     short, long = job(tmp_path, "a"), job(tmp_path, "b")._replace(work=3.0)
     runs = pool(tmp_path, 1)
