@@ -2,7 +2,8 @@
 
 Question: how far is training and decoding with KDA from the card's floor, and from fla?
 Command:  python -m experiments.bench --config=configs/bench_kda.py --workdir=runs/bench
-Cost:     3 minutes on one H200 (10 with the peer, which tunes itself), 60 GB of memory.
+Cost:     3 minutes on one H200, 60 GB of memory; with the peer, which tunes itself, a
+          quarter of an hour and 80 GB.
 Expect:   docs/kda_gpu.md holds a table; at 1 x 8192 tokens x 96 heads a forward and
           backward pass takes about half of the peer's time.
 """
