@@ -20,9 +20,9 @@ from configs.hyper import chain, grid, product, seeds, zipped
 SEEDS = 3
 RECALL, TEXT, NEEDLE = (grid("arg", name) for name in ("mqar", "text", "needle"))
 BOTH = grid("arg", "mqar", "text")
-_POSITIONS = grid("model.mla.positions", "none", "rope")
-_FAR = {"train.eval_length_multiples": (1, 4, 16)}
-_METHODS = grid(
+POSITIONS = grid("model.mla.positions", "none", "rope")
+FAR = {"train.eval_length_multiples": (1, 4, 16)}
+METHODS = grid(
     "model.moe.balancing.method",
     "quantile",
     "quantile_exact",
@@ -116,24 +116,24 @@ def _positions():
     """Attention without positions reads on past the training length."""
     # At 256 tokens: at 1,024 this model has not learned it in as many steps.
     needle = {"train.eval_every": 100, "train.eval_batches": 2}
-    tasks = chain(RECALL, product(NEEDLE, [needle | _FAR]))
-    return product(tasks, _POSITIONS)
+    tasks = chain(RECALL, product(NEEDLE, [needle | FAR]))
+    return product(tasks, POSITIONS)
 
 
 def _positions_far():
     """The same of text: trained on 1,024 tokens, read to 16,384."""
     long = {"train.seq_len": 1024, "train.batch_size": 8, "train.eval_batches": 8}
-    return product(TEXT, [long | _FAR | {"model.mla.block_size": 512}], _POSITIONS)
+    return product(TEXT, [long | FAR | {"model.mla.block_size": 512}], POSITIONS)
 
 
 def _balancing():
     """Quantile balancing is steadier than the others."""
-    return product(TEXT, chain(_experts(16, 2), _experts(64, 4)), _METHODS)
+    return product(TEXT, chain(_experts(16, 2), _experts(64, 4)), METHODS)
 
 
 def _balancing_896():
     """The same with as many experts as Kimi K3 has."""
-    return product(TEXT, _experts(896, 16), _METHODS)
+    return product(TEXT, _experts(896, 16), METHODS)
 
 
 def _experts(count, active):
