@@ -4,14 +4,14 @@ Question: does a mechanism do here what its paper says it does?
 Command:  python -m experiments.sweep --config=configs/ablations.py:gate \
               --workdir=runs/ablations/gate --run=local:2     # then --collect
 Cost:     at most 30 minutes a row on 2 CPU cores, all settings and seeds together; but
-          hybrid, positions_far, balancing_896 and residuals are for a GPU
-          (--run=local:15).
+          hybrid, positions_far, balancing_896, residuals and residuals_steps are for
+          a GPU (--run=local:15).
 Expect:   docs/ablations.md.
 
 Rows: gate, granularity, hybrid, positions, positions_far, balancing, balancing_896,
-sensitivity, residuals, latent, activation, muon. `:mqar` is the model of recall that
-they change, `:text` that of text, and `:needle` the latter trained to find a number in
-generated prose.
+sensitivity, residuals, residuals_steps, latent, activation, muon. `:mqar` is the model
+of recall that they change, `:text` that of text, and `:needle` the latter trained to
+find a number in generated prose.
 """
 
 from configs import common, mqar
@@ -21,6 +21,9 @@ SEEDS = 3
 RECALL, TEXT, NEEDLE = (grid("arg", name) for name in ("mqar", "text", "needle"))
 BOTH = grid("arg", "mqar", "text")
 POSITIONS = grid("model.mla.positions", "none", "rope")
+RESIDUALS = chain(
+    grid("model.residual.kind", "none"), grid("model.residual.block_size", 2.0, 0.5)
+)
 FAR = {"train.eval_length_multiples": (1, 4, 16)}
 METHODS = grid(
     "model.moe.balancing.method",
@@ -159,22 +162,21 @@ def _sensitivity():
 
 def _residuals():
     """Attention residuals help, and more so with depth; at equal compute."""
-    kinds = chain(
-        grid("model.residual.kind", "none"),
-        grid("model.residual.block_size", 2.0, 0.5),
-    )
     # Reading all blocks costs FLOPs: at a depth, each kind spends as many in all.
     steps = {6: (250, 247, 242), 12: (250, 245, 236), 24: (250, 242, 224)}
-    depths = chain(
-        *(
-            product(
-                grid("model.num_layers", depth),
-                zipped(kinds, grid("train.steps", *equal)),
-            )
-            for depth, equal in steps.items()
+    depths = (
+        product(
+            grid("model.num_layers", depth),
+            zipped(RESIDUALS, grid("train.steps", *equal)),
         )
+        for depth, equal in steps.items()
     )
-    return product(TEXT, depths)
+    return product(TEXT, chain(*depths))
+
+
+def _residuals_steps():
+    """The same at equal steps."""
+    return product(TEXT, grid("model.num_layers", 6, 12, 24), RESIDUALS)
 
 
 def _latent():
@@ -220,6 +222,7 @@ ROWS = {
     "balancing_896": _balancing_896,
     "sensitivity": _sensitivity,
     "residuals": _residuals,
+    "residuals_steps": _residuals_steps,
     "latent": _latent,
     "activation": _activation,
     "muon": _muon,

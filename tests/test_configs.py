@@ -66,7 +66,7 @@ def test_the_stages_of_a_curriculum_grow(name, arguments, lengths):
 
 def test_every_row_of_the_ablations_is_a_sweep():
     module = runpy.run_path("configs/ablations.py")
-    assert len(module["ROWS"]) == 12
+    assert len(module["ROWS"]) == 13
     for row, said in module["ROWS"].items():
         settings = make_settings(
             module["get_hyper"](row), module["get_config"], argument=row
